@@ -41,6 +41,11 @@ def _teacher_lists(row: Mapping[str, Any], loss_mask: NDArray[np.bool_]) -> dict
         return {}
     scored = np.flatnonzero(loss_mask)
     ids, logps = ([row[name][at] for at in scored] for name in ("teacher_ids", "teacher_logps"))
+    return filled_lists(ids, logps)
+
+
+def filled_lists(ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return a teacher's lists as the fields of a sample, rows filled to the longest."""
     width = max([1, *map(len, ids)])
     filled = [
         np.array([[*one, *[fill] * (width - len(one))] for one in rows]) for rows, fill in ((ids, -1), (logps, -np.inf))

@@ -65,6 +65,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def teacher_advantage(self) -> float:
+        """Weight of a teacher's log-prob over the sampler's in the advantage of each sampled token."""
+        return 0.0
+
+    @property
     def comparison(self) -> Divergence:
         """How scored tokens are compared with a teacher's, where `statistics` ask for it."""
         return Divergence()
@@ -75,8 +80,8 @@ class Method(Section, ABC):
         return None
 
     @property
-    def compares_rewards(self) -> bool:
-        """Whether an online method learns from rewards; without, completions need none."""
+    def needs_rewards(self) -> bool:
+        """Whether an online method learns nothing from completions without rewards."""
         return True
 
     @property

@@ -73,7 +73,7 @@ class Distill(Method):
         return True
 
     @property
-    def compares_rewards(self) -> bool:
+    def needs_rewards(self) -> bool:
         return False
 
     @property

@@ -32,7 +32,7 @@ class PolicyGradient(Section):
     lora_learning_rate: ClassVar[float | None] = 1e-5
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T"})
 
-    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
+    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=1)
     max_completion_length: int = setting(
         "trl.max_completion_length", 256, "Most tokens a completion may have; also the divisor of dr_grpo.", ge=1
     )
@@ -59,6 +59,12 @@ class PolicyGradient(Section):
     )
     off_policy_mask_threshold: float | None = setting(
         "trl.off_policy_mask_threshold", None, "Drop sequences of negative advantage that got this much less likely."
+    )
+    teacher_kl_coef: float = setting(
+        "trl.teacher_kl_coef",
+        0.0,
+        "Weight of the teacher's log-prob over the sampler's in each token's advantage.",
+        ge=0,
     )
     top_entropy_quantile: float = setting(
         "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
@@ -96,6 +102,8 @@ class PolicyGradient(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
+        if self.num_generations < 2 and not self.teacher_kl_coef:
+            raise ValueError("trl.num_generations: 1 completion has no others to compare with: at least 2")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("trl.sync_ref_model needs a reference: set trl.beta above 0")
         if self.loss_type == "vespo" and (self.sampler_correction_mode or "token").startswith("sequence"):
@@ -118,6 +126,18 @@ class PolicyGradient(Section):
     @property
     def needs_reference(self) -> bool:
         return self.beta > 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.teacher_kl_coef > 0
+
+    @property
+    def needs_rewards(self) -> bool:
+        return not self.teacher_kl_coef
+
+    @property
+    def teacher_advantage(self) -> float:
+        return self.teacher_kl_coef
 
     @property
     def reference_sync(self) -> ReferenceSync | None:

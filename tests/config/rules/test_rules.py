@@ -39,6 +39,10 @@ def distilled(block=None, **keys):
     return {**WHOLE, "rl": "distill", "distill": {"teacher": "t", **(block or {})}, **keys}
 
 
+def guided(trl=None, **keys):
+    return {**WHOLE, "rl": "grpo", "trl": {"teacher_kl_coef": 1.0, **(trl or {})}, "distill": {"teacher": "t"}, **keys}
+
+
 BROKEN = {
     "reward_model: cannot be used with 'rl'": {**WHOLE, "rl": "dpo", "reward_model": True},
     "base_model: missing": {"datasets": [{"path": "d"}]},
@@ -49,6 +53,10 @@ BROKEN = {
     "distill.teacher: DeepSpeed does not": distilled(deepspeed="zero3.json"),
     "distill.teacher_load_in_4bit, distill.teacher": distilled({"teacher_load_in_4bit": True}, fsdp=True),
     "trl.reward_funcs: rl: distill learns": distilled(trl={"reward_funcs": ["r.f"]}),
+    "trl.top_p: samples would not": guided({"top_p": 0.9}),
+    "distill.teacher: nothing is logged": guided(distill={"teacher": "logged"}),
+    "trl.temperature: a server's": guided({"temperature": 0.5}, distill={"teacher": "http://there"}),
+    "trl.teacher_kl_coef: ebft": {**guided(), "rl": "ebft", "ebft": {"mode": "structured"}},
     "distill.temperature: a listed": distilled({"teacher": "logged", "on_policy": 0, "top_k": 4, "temperature": 2.0}),
     "distill.teacher: logged log-probs": distilled({"teacher": "logged", "top_k": 4}),
     "distill.seq_kd: only a single": distilled({"teacher": "http://there", "top_k": 4, "seq_kd": True}),

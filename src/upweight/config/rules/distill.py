@@ -20,14 +20,26 @@ def teachers(config: Config) -> Iterator[str]:
     quantised = section.load_in_4bit or section.load_in_8bit
     if quantised and (config.sharding.fsdp or config.optim.reference_offloading):
         yield "distill.teacher_load_in_4bit, distill.teacher_load_in_8bit: need whole weights on the GPU; drop one key."
-    if config.rollout.reward_funcs and not method.compares_rewards:
+    if config.rollout.reward_funcs and method.evaluates_loss:
         yield f"trl.reward_funcs: {how_to_choose(method.name)} learns from the teacher alone; drop it, or use rl: grpo."
+    rollout = config.rollout
+    cut = [name for name in ("top_p", "top_k", "min_p", "repetition_penalty") if f"trl.{name}" in config.set_keys]
+    if (
+        method.teacher_advantage
+        and cut
+        and (rollout.top_p < 1 or rollout.top_k or rollout.min_p or rollout.repetition_penalty != 1)
+    ):
+        yield f"trl.{cut[0]}: samples would not be the policy's, whose KL 'trl.teacher_kl_coef' estimates; drop it."
+    if method.teacher_advantage and LOGGED in listing:
+        yield "distill.teacher: nothing is logged of tokens that are sampled now; name a model or a server."
+    if method.teacher_advantage and listing and rollout.temperature != 1:
+        yield "trl.temperature: a server's log-probs are those at 1; set it to 1, or name a teacher in this process."
     if listing and method.evaluates_loss and method.teacher_top_k is None:
         yield "distill.top_k: missing. Servers and logs list the likeliest tokens only: set how many, such as 20."
     renormalised = config.set_keys.get("distill.tail") == "renormalise"
     if listing and method.evaluates_loss and method.comparison.temperature != 1 and not renormalised:
-        yield "distill.temperature: the tail of a listed teacher is known at 1 only; set 1, or 'distill.tail: renormalise'."
-    if LOGGED in listing and method.online:
+        yield "distill.temperature: a listed teacher's tail is known at 1 only; set 1, or 'distill.tail: renormalise'."
+    if LOGGED in listing and method.evaluates_loss and method.online:
         yield "distill.teacher: logged log-probs are those of the data's tokens; set 'distill.on_policy: 0'."
     if method.teacher_writes and (listing or len(section.places) > 1):
         yield "distill.seq_kd: only a single teacher in this process writes completions; drop it, or name such a one."

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED, AdapterSection, ModelSection
+from upweight.config.servers import is_url
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
@@ -23,6 +24,7 @@ from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
 from upweight.models.reference import SeparateModel
 from upweight.models.tokenizer import load_tokenizer
+from upweight.train.distill.server import connect
 from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teacher, Teachers
 from upweight.train.objects import Objects, Tokenizer
 
@@ -52,7 +54,9 @@ class TeacherLoader:
         by_name: dict[str | None, Teacher] = {}
         for name, place in places.items():
             key = "distill.teacher" if name is None else f"distill.teachers.{name}"
-            if place == LOGGED:
+            if is_url(place):
+                by_name[name] = connect(place, self.config.method, self.tokenizer, self.config.teacher.server_timeout)
+            elif place == LOGGED:
                 by_name[name] = LoggedTeacher(self.config.method)
             else:
                 by_name[name] = self._placed(self._loaded(place, key), policy, attach_engine)

@@ -1,12 +1,14 @@
 """Teachers of a step's rows: what the student's scored tokens are compared with, row by row."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
@@ -19,9 +21,17 @@ from upweight.models.reference import Reference
 from upweight.train.packed_rows import PackedRow
 from upweight.types import Batch, Unit
 
+TokenLogps = list[list[NDArray[np.float32]]]  # of each unit's samples, at their scored tokens
+# Returns the log-probs of units under a model, by its engine, on every rank and at the temperature of sampling.
+ModelLogps = Callable[[nn.Module, Sequence[Unit], Engine], TokenLogps]
+
 
 class Teacher(Protocol):
     """Adds to rows what the student is compared with there."""
+
+    def logps(self, policy: nn.Module, units: Sequence[Unit], compute: ModelLogps) -> TokenLogps:
+        """Return the teacher's log-probs of the scored tokens."""
+        ...
 
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
         """Yield the rows of these units with the teacher's part; every rank calls it with as many rows."""
@@ -37,6 +47,10 @@ class LocalTeacher(Teacher):
     engine: Engine  # of the teacher's model
     vocabulary: int  # rows of the student's head: what a teacher has beyond them is no token
     at_once: bool = False  # whether all rows of a step are forwarded together, as weights come from elsewhere
+
+    def logps(self, policy: nn.Module, units: Sequence[Unit], compute: ModelLogps) -> TokenLogps:
+        with self.reference.use(policy) as model:
+            return compute(model, units, self.engine)
 
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
         for part in [rows] if self.at_once else [[row] for row in rows]:
@@ -71,6 +85,9 @@ class LoggedTeacher(Teacher):
     """A teacher whose log-probs are in the rows."""
 
     method: Method
+
+    def logps(self, policy: nn.Module, units: Sequence[Unit], compute: ModelLogps) -> TokenLogps:
+        raise UserError("distill.teacher: nothing is logged of tokens that are sampled now.")
 
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
         for row in rows:
@@ -107,8 +124,21 @@ class Teachers:
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
         """Yield the rows in order, each with its teacher's part."""
         for name, part in groupby(rows, key=lambda row: row.teacher_name if self.several else None):
-            if name not in self.by_name:
-                known = ", ".join(map(str, self.by_name))
-                named = "has no teacher_id" if name is None else f"names the teacher {name!r}"
-                raise UserError(f"datasets: a row {named}; distill.teachers has {known}.")
-            yield from self.by_name[name].taught(policy, list(part), units)
+            yield from self._of(name).taught(policy, list(part), units)
+
+    def logps(self, policy: nn.Module, units: Sequence[Unit], compute: ModelLogps) -> TokenLogps:
+        """Return the log-probs of the units' scored tokens, each unit's under its teacher."""
+        names = [unit.teacher if self.several else None for unit in units]
+        known: dict[int, list[NDArray[np.float32]]] = {}
+        for name in dict.fromkeys(names):
+            numbers = [number for number, one in enumerate(names) if one == name]
+            logps = self._of(name).logps(policy, [units[number] for number in numbers], compute)
+            known |= dict(zip(numbers, logps, strict=True))
+        return [known[number] for number in range(len(units))]
+
+    def _of(self, name: str | None) -> Teacher:
+        if name in self.by_name:
+            return self.by_name[name]
+        known = ", ".join(map(str, self.by_name))
+        named = "has no teacher_id" if name is None else f"names the teacher {name!r}"
+        raise UserError(f"datasets: a row {named}; distill.teachers has {known}.")

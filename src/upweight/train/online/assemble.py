@@ -74,7 +74,7 @@ def build_rewards(
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
-    wanted = config.method.compares_rewards
+    wanted = config.method.needs_rewards
     if not rewards and wanted and (objects.from_script or env_setup is not None):
         raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     online = config.method.online_settings
