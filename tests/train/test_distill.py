@@ -19,7 +19,7 @@ from upweight.models.reference import SeparateModel
 from upweight.train.distill.load import require_same_vocabulary
 from upweight.train.distill.log import write_log
 from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teachers
-from upweight.train.run import evaluate, train
+from upweight.train.run import build, evaluate, train
 
 OFFLINE = Distill(on_policy=0, divergence="jsd", beta=0.3, temperature=1.5, ce_coef=0.2)
 
@@ -36,7 +36,7 @@ def teacher_model(seed=1, **changes):
 def teachers_of(method, *names, **changes):
     """What `make_policy` loads teachers by: one without a name, or one for each name."""
 
-    def load(policy, attach_engine):
+    def load(policy, engine, attach_engine):
         by_name = {}
         for number, name in enumerate(names or [None]):
             model = teacher_model(number + 1, **changes)
@@ -346,3 +346,52 @@ def test_a_log_of_a_teacher_replaces_it(models):
     train(write_config(models, TEXTS, distill={"teacher": "logged", **block}, micro_batch_size=8, **keys))
     found = [line["loss"] for line in metrics_of(models / "logged") if "loss" in line]
     assert found == pytest.approx(right, rel=2e-3)
+
+
+HINTED = [{**row, "answer": row["completion"]} for row in TEXTS]
+HINTS = """
+def hint(row):
+    return f"{row['prompt']} (it is{row['answer']})"
+"""
+
+
+@pytest.mark.parametrize("weights", ["initial", "live", "ema"])
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_a_policy_learns_from_itself_with_a_hint(models, weights, adapter):
+    (models / "hints.py").write_text(HINTS)
+    sees = "hints.hint" if weights == "live" else "{prompt} (it is{answer})"
+    block = {"teacher": "self", "self_weights": weights, "privileged_prompt": sees, "on_policy": 0.5, "ema_rate": 0.5}
+    keys = {} if adapter is None else {"adapter": adapter, "lora_target_linear": True}
+    config = write_config(models, HINTED, distill=block, trl={"max_completion_length": 5}, **keys)
+    trainer = build(config)
+    inputs = trainer.rollouts.next_step(trainer.runner, trainer.model, trainer.state)
+    trainer.runner.train(trainer.model, inputs["units"])
+    metrics = trainer.runner.meters.drain(trainer.accelerator)
+    total, tokens = 0.0, 0
+    for unit in inputs["units"]:
+        (sample,) = unit.samples
+        length, seen = unit.teacher_prompt
+        completion = sample.ids[length:]
+        text = trainer.processing_class.decode(seen)
+        assert "(it is" in text
+        logs = []
+        for prompt in (sample.ids[:length], seen):
+            ids = torch.from_numpy(np.concatenate([prompt, completion]))
+            logits = trainer.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+            logs.append(logits.double().log_softmax(-1).detach())
+        total += float((logs[0].exp() * (logs[0] - logs[1])).sum())
+        tokens += len(completion)
+    assert metrics["distill/reverse_kl"] == pytest.approx(total / tokens, abs=1e-4)
+    assert total > 1e-3
+    trainer.rollouts.close()
+
+
+def test_an_average_of_the_policy_follows_it(models):
+    block = {"teacher": "self", "self_weights": "ema", "privileged_prompt": "{prompt} or {answer}", "ema_rate": 0.5}
+    config = write_config(
+        models, HINTED, distill=block, trl={"max_completion_length": 5}, save_strategy="steps", save_steps=2
+    )
+    train(config)
+    assert (models / "out" / "checkpoint-2" / "reference.safetensors").is_file()
+    with pytest.raises(UserError, match="columns of the row in braces"):
+        train(write_config(models, HINTED, distill={**block, "privileged_prompt": "{nothing}"}))

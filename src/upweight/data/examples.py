@@ -32,6 +32,7 @@ class Setup:
     template: ChatTemplate
     tokens: TextTokens
     classes: int | None = None  # outputs of the score head, if known
+    teacher_prompt: Callable[[dict[str, Any]], Any] | None = None  # the user's function of what a teacher sees
 
     @property
     def form(self) -> UserFormat:
@@ -110,16 +111,20 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     # The true completion as the template writes it; then, in turn, the text up to the next completion, and that one.
     truth: tuple[str, ...] = ()
+    seen_by_teacher: str | None = None  # the prompt that a teacher sees in place of this one
 
     def texts(self, setup: Setup) -> list[str]:
         check_all_text(self.columns, "row")
-        return [self.text, *self.truth]
+        return [self.text, *self.truth, *([] if self.seen_by_teacher is None else [self.seen_by_teacher])]
 
     def record(self, setup: Setup, ids: Ids) -> Record:
         prompt = setup.tokens.with_bos(ids[0])
         if not prompt:
             raise RowError("prompt", "text of at least one token")
         columns = {**self.columns, "prompt": self.prompt, "prompt_ids": prompt}
+        if self.seen_by_teacher is not None:
+            *ids, seen = ids
+            columns["teacher_prompt_ids"] = setup.tokens.with_bos(seen)
         if self.truth:
             truth = enumerate(ids[1:])
             columns["truth_ids"] = [turn if number % 2 else setup.tokens.with_eos(turn) for number, turn in truth]

@@ -90,6 +90,16 @@ class Method(Section, ABC):
         return 0.0
 
     @property
+    def teacher_sees(self) -> str | None:
+        """What a teacher sees in place of a prompt: a text with columns of the row, or a function; None: the same."""
+        return None
+
+    @property
+    def self_teacher(self) -> Literal["initial", "live", "ema"]:
+        """Which weights of the policy teach, where it is its own teacher."""
+        return "initial"
+
+    @property
     def teacher_writes(self) -> bool:
         """Whether the teacher samples the completions that are not the policy's, in place of the data."""
         return False

@@ -60,13 +60,16 @@ class ModelSection(Section):
 
 
 LOGGED = "logged"  # in place of a teacher: the rows hold its log-probs
+SELF = "self"  # in place of a teacher: the policy itself
 
 
 class TeacherSection(Section):
     """The models that are distilled."""
 
     teacher: str | None = setting(
-        "distill.teacher", None, "Teacher: a folder, a hub id, an adapter's folder, a vLLM server's URL, or `logged`."
+        "distill.teacher",
+        None,
+        "Teacher: a folder, a hub id, an adapter's folder, a vLLM server's URL, `self`, `logged`.",
     )
     teachers: dict[str, str] = setting(
         "distill.teachers", {}, "Several teachers by name; the column `teacher_id` of a row names its teacher."

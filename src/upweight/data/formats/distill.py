@@ -6,7 +6,7 @@ from typing import Any
 
 from upweight.data.examples import Example, Format, Pieces, Prompt, Segments, Setup, Text, Tokens, WithColumns
 from upweight.data.formats import ebft, prompts, sft
-from upweight.data.raw_row import Row, RowError
+from upweight.data.raw_row import Row, RowError, checked_text
 
 TEACHER = "teacher_id"  # the column that names a row's teacher
 IDS, LOGPS = "teacher_ids", "teacher_logps"  # columns of a teacher's logged tokens
@@ -19,13 +19,37 @@ def either(offline: Format, online: Format) -> Format:
 
     def read(setup: Setup, row: Row) -> list[Example]:
         if setup.method.online:
-            return online(setup, row)
+            return [_seen_by_teacher(setup, row, one) if isinstance(one, Prompt) else one for one in online(setup, row)]
         named = {TEACHER: str(row[TEACHER])} if row.has(TEACHER) else {}
         lists = teacher_lists(setup, row)
         examples = offline(setup, row)
         return [WithColumns(one, named, lists) for one in examples if isinstance(one, TEXTS)]
 
     return read
+
+
+def _seen_by_teacher(setup: Setup, row: Row, example: Prompt) -> Prompt:
+    """Return a prompt with the longer one that a teacher sees: a text with columns of the row, or a function's."""
+    if setup.method.teacher_sees is None:
+        return example
+    prompt, last = example.prompt, None
+    if not isinstance(prompt, str):
+        last = max((number for number, one in enumerate(prompt) if one.get("role") == "user"), default=len(prompt) - 1)
+    asked = prompt if isinstance(prompt, str) else str(prompt[last or 0].get("content"))
+    if setup.teacher_prompt is not None:
+        made = setup.teacher_prompt(dict(row))
+    else:
+        try:
+            made = setup.method.teacher_sees.format_map({**row, "prompt": asked})
+        except (KeyError, IndexError, ValueError) as error:
+            raise RowError("distill.privileged_prompt", f"columns of the row in braces; {error} is none") from error
+    if isinstance(prompt, str):
+        return replace(example, seen_by_teacher=checked_text(made, "distill.privileged_prompt"))
+    messages = made
+    if isinstance(made, str):
+        messages = [{**one, "content": made} if number == last else one for number, one in enumerate(prompt)]
+    read = setup.reader.messages(messages, "distill.privileged_prompt")
+    return replace(example, seen_by_teacher=setup.template.prompt(setup.reader.conversation(row, read)))
 
 
 def teacher_lists(setup: Setup, row: Row) -> dict[str, list[list[Any]]]:

@@ -25,7 +25,15 @@ from upweight.train.objects import Model, Objects, ReadRows
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
 DATASETS = ("train_dataset", "eval_dataset")
-PASSED_OBJECTS = (*DATASETS, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
+PASSED_OBJECTS = (
+    *DATASETS,
+    "teacher_model",
+    "reward_funcs",
+    "reward_tokenizers",
+    "tools",
+    "rollout_func",
+    "environment_factory",
+)
 NO_INPUTS = ("self", "__class__", "unknown")
 NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
@@ -50,7 +58,6 @@ def parts_for(
     model: str | Model | None = None,
     args: TrainingArguments | None = None,
     ref_model: str | PreTrainedModel | None = None,
-    teacher_model: str | PreTrainedModel | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
     peft_config: PeftConfig | None = None,
     quantization_config: Any = None,
@@ -71,8 +78,7 @@ def parts_for(
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
-    _refuse(model, args, ref_model, peft_config)
-    require_type("teacher_model", teacher_model, str | PreTrainedModel, "a name or a transformers model")
+    _refuse(model, args, ref_model, peft_config, others.get("teacher_model"))
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -89,7 +95,6 @@ def parts_for(
         load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
-        teacher=teacher_model,
         tokenizer=processing_class,
         read_rows=reader(args, formatting_func, owns_prompts="environment_factory" in others),
         peft_config=peft_config,
@@ -158,9 +163,9 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
 
 
-def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
+def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, teacher: Any) -> None:
     """Raise for models and adapters of the wrong type, or that do not fit each other."""
-    for name, value in (("model", model), ("ref_model", ref_model)):
+    for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", teacher)):
         if not isinstance(value, str | Model) and (value is not None or name == "model"):
             kinds = "a name, a transformers model or a PeftModel"
             raise UserError(f"{name}: expected {kinds}, got {type(value).__name__}.")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from upweight.config import Config
-from upweight.config.sections.model import LOGGED, AdapterSection, ModelSection
+from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection
 from upweight.config.servers import is_url
 from upweight.engine import Engine
 from upweight.errors import UserError
@@ -22,7 +22,14 @@ from upweight.models.adapters.merge import AdapterFolder
 from upweight.models.load import load_model, resolve_source
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
-from upweight.models.reference import SeparateModel
+from upweight.models.reference import (
+    LivePolicy,
+    Reference,
+    SeparateModel,
+    adapter_state,
+    make_reference,
+    reference_kind,
+)
 from upweight.models.tokenizer import load_tokenizer
 from upweight.train.distill.server import connect
 from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teacher, Teachers
@@ -43,8 +50,8 @@ class TeacherLoader:
     device: torch.device
     sharding: Sharding
 
-    def __call__(self, policy: nn.Module, attach_engine: AttachEngine) -> Teachers:
-        given, places = self.objects.teacher, self.config.teacher.places
+    def __call__(self, policy: nn.Module, engine: Engine, attach_engine: AttachEngine) -> Teachers:
+        given, places = self.objects.teacher_model, self.config.teacher.places
         if given is not None and not isinstance(given, str):
             _check_given(given, self.tokenizer)
             return Teachers({None: self._placed(given, policy, attach_engine)})
@@ -56,11 +63,29 @@ class TeacherLoader:
             key = "distill.teacher" if name is None else f"distill.teachers.{name}"
             if is_url(place):
                 by_name[name] = connect(place, self.config.method, self.tokenizer, self.config.teacher.server_timeout)
+            elif place == SELF:
+                by_name[name] = self._self_teacher(policy, engine)
             elif place == LOGGED:
                 by_name[name] = LoggedTeacher(self.config.method)
             else:
                 by_name[name] = self._placed(self._loaded(place, key), policy, attach_engine)
         return Teachers(by_name)
+
+    def _self_teacher(self, policy: nn.Module, engine: Engine) -> LocalTeacher:
+        """Return the policy as its own teacher, with the weights that the method chooses."""
+        method, offload, base = self.config.method, self.config.optim.reference_offloading, unwrap_peft(policy)
+        head = base.get_output_embeddings()
+        if head is None or type(head).forward is not nn.Linear.forward:
+            raise UserError(
+                "distill.teacher: self needs a head without an adapter: leave it out of the adapted modules."
+            )
+        reference: Reference | None = LivePolicy(policy)
+        if method.self_teacher != "live":
+            synced = method.self_teacher == "ema"
+            kind = reference_kind(needed=True, adapter=adapter_state(policy), synced=synced)
+            reference = make_reference(kind, policy, self.dtype, synced=synced, offload=offload)
+        assert reference is not None
+        return LocalTeacher(method, reference, engine, base.config.get_text_config().vocab_size, offload)
 
     def _placed(self, model: nn.Module, policy: nn.Module, attach_engine: AttachEngine) -> LocalTeacher:
         """Place a teacher's model, and give it an engine."""

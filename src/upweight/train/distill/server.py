@@ -17,7 +17,7 @@ from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.methods.base import Method
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
-from upweight.train.distill.teachers import ModelLogps, Teacher, TokenLogps, listed_row
+from upweight.train.distill.teachers import ModelLogps, Teacher, TokenLogps, as_seen, listed_row
 from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.packed_rows import PackedRow
 from upweight.types import Sample, Unit
@@ -43,6 +43,7 @@ class ServerTeacher(Teacher):
     def logps(self, policy: nn.Module, units: Sequence[Unit], compute: ModelLogps) -> TokenLogps:
         state = PartialState()
         numbers = range(state.process_index, len(units), state.num_processes)
+        units = as_seen(units)
         samples = [sample for number in numbers for sample in units[number].samples]
         scores = iter(self._scored(samples, 0))
         mine = {number: [_actual(sample, next(scores)) for sample in units[number].samples] for number in numbers}
@@ -50,6 +51,7 @@ class ServerTeacher(Teacher):
         return [known[number] for number in range(len(units))]
 
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
+        units = as_seen(units)
         chosen = [[units[number] for number in row.unit_numbers] for row in rows]
         samples = [sample for part in chosen for unit in part for sample in unit.samples]
         scores = iter(self._scored(samples, self.method.teacher_top_k or 1))
@@ -67,7 +69,7 @@ class ServerTeacher(Teacher):
     def _listed(self, sample: Sample, scores: Scores) -> Sample:
         """Return a sample with the lists of its scored tokens, without an actual token beyond `top_k`."""
         scored = [scores[at][: self.method.teacher_top_k] for at in np.flatnonzero(sample.loss_mask)]
-        ids, logps = ([[one[part] for one in tokens] for tokens in scored] for part in (0, 1))
+        ids, logps = [[token for token, _ in row] for row in scored], [[logp for _, logp in row] for row in scored]
         return replace(sample, **filled_lists(ids, logps))
 
     def _scored(self, samples: Sequence[Sample], count: int) -> list[Scores]:

@@ -38,6 +38,24 @@ class Teacher(Protocol):
         ...
 
 
+def as_seen(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units with the prompts that their teacher sees; what is scored stays the same."""
+    return [unit if unit.teacher_prompt is None else _with_prompt(unit, *unit.teacher_prompt) for unit in units]
+
+
+def _with_prompt(unit: Unit, length: int, prompt: NDArray[np.int64]) -> Unit:
+    unscored = np.zeros(len(prompt), np.bool_)
+    samples = [
+        dataclasses.replace(
+            sample,
+            ids=np.concatenate([prompt, sample.ids[length:]]),
+            loss_mask=np.concatenate([unscored, sample.loss_mask[length:]]),
+        )
+        for sample in unit.samples
+    ]
+    return dataclasses.replace(unit, samples=tuple(samples))
+
+
 @dataclass(frozen=True)
 class LocalTeacher(Teacher):
     """A frozen model in this process, or the policy with other weights."""
@@ -50,7 +68,7 @@ class LocalTeacher(Teacher):
 
     def logps(self, policy: nn.Module, units: Sequence[Unit], compute: ModelLogps) -> TokenLogps:
         with self.reference.use(policy) as model:
-            return compute(model, units, self.engine)
+            return compute(model, as_seen(units), self.engine)
 
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
         for part in [rows] if self.at_once else [[row] for row in rows]:
@@ -71,10 +89,11 @@ class LocalTeacher(Teacher):
 
     def _batch(self, row: PackedRow, units: Sequence[Unit]) -> Batch:
         """Return the row's tokens in the layout of the teacher's model."""
-        if (row.batch.end_BN is not None) == (self.engine.layout == "tree"):
-            return row.batch
-        device = row.batch.ids_BN.device
         chosen = [units[number] for number in row.unit_numbers]
+        same_layout = (row.batch.end_BN is not None) == (self.engine.layout == "tree")
+        if same_layout and all(unit.teacher_prompt is None for unit in chosen):
+            return row.batch
+        device, chosen = row.batch.ids_BN.device, as_seen(chosen)
         return build_batch(chosen, self.engine.layout, pad_to=whole_blocks if device.type == "cuda" else None).to(
             device
         )

@@ -14,6 +14,7 @@ from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
+from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
@@ -102,10 +103,7 @@ def build_rollouts(
     assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    if not method.evaluates_loss:
-        logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and online_settings.zero_advantage_reasons and not method.strided:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(online_settings.zero_advantage_reasons))
+    _explain(method, section)
     feature_matching = build_feature_matching(policy)
     sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:
@@ -148,6 +146,16 @@ def build_rollouts(
         sampler_logps=bool(off_policy or masks_off_policy or online_settings.sampler_correction),
         feature_matching=feature_matching,
     )
+
+
+def _explain(method: Method, section: RolloutSection) -> None:
+    """Log what may surprise about the loss and about completions without an advantage."""
+    online = method.online_settings
+    reasons = [] if online is None or method.strided else online.zero_advantage_reasons
+    if not method.evaluates_loss:
+        logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
+    if section.skip_zero_advantage and reasons:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(reasons))
 
 
 def _completion_source(
