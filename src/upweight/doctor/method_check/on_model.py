@@ -37,8 +37,9 @@ def tiny_model(method: Method, seed: int) -> PreTrainedModel:
     kind, labels = HEADS[method.head]
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, num_labels=labels, pad_token_id=0, initializer_range=0.3,
+        num_key_value_heads=1, max_position_embeddings=128, pad_token_id=0, initializer_range=0.3,
     )  # fmt: skip
+    config.num_labels = labels
     return kind(config).eval()
 
 
