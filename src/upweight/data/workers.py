@@ -22,6 +22,7 @@ from upweight.config.sections.data import DataSection, UserFormat
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
+from upweight.data.sources.streams import RawChunk
 from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
@@ -61,7 +62,7 @@ class EncodeJob:
 
     where: str
     evaluation: bool
-    rows: RowSelection
+    rows: RowSelection | RawChunk
     encoder: Encoder
     rules: DataSection  # evaluation may have another `sequence_len`
 
@@ -76,6 +77,7 @@ class Chunk:
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
     names: set[str]  # columns that any record has
+    rank_N: list[float]  # values of `curriculum_column` of the records kept, where it is set
     digests: list[bytes]  # of the records kept, for deduplication
     dropped: Counter[str]
     notes: Counter[str]
@@ -90,7 +92,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
     count = min(processes, -(-total // CHUNK_ROWS))
     if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
-            yield _encode_chunk(jobs, *task)
+            yield encode_chunk(jobs, *task)
         return
     # Forked processes get the jobs without their being pickled.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_process, (jobs,))
@@ -103,10 +105,15 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        problem = "a process that prepares data died, most likely for lack of memory"
-        raise UserError(f"dataset_num_proc: {problem}. Set a lower number.") from error
+        raise lost_process() from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def lost_process() -> UserError:
+    """Return the error for a process that ended while it encoded rows."""
+    problem = "a process that prepares data died, most likely for lack of memory"
+    return UserError(f"dataset_num_proc: {problem}. Set a lower number.")
 
 
 _jobs_of_process: list[EncodeJob] = []
@@ -119,15 +126,16 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
 
 
 def _work(number: int, start: int) -> Chunk:
-    return _encode_chunk(_jobs_of_process, number, start)
+    return encode_chunk(_jobs_of_process, number, start)
 
 
-def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
+def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
     """Encode a chunk of a job's rows; one that cannot be used raises a UserError with its place."""
     job, kept, origin, lengths = jobs[job_number], [], [], []
     method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
-    for row, records in enumerate(_encode(job, start, stop), start):
+    raw, rank = job.rows.take(start, stop), job.rules.curriculum_column
+    for row, records in enumerate(_encode(job, raw, start), start):
         for number, record in enumerate(records):
             lengths.append(lengths_of(record.columns, method))
             bounded, reason = within_limits(job, row, record)
@@ -143,7 +151,19 @@ def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chu
     digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
     names = {name for columns in kept for name in columns}
-    return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, digests, dropped, notes)
+    ranks = [_rank(job, row, raw[row - start], rank) for row, _ in origin] if rank else []
+    return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, ranks, digests, dropped, notes)
+
+
+def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
+    """Return the number in a row's `curriculum_column`."""
+    try:
+        value = Row(row).optional_number(column)
+        if value is None:
+            raise RowError(column, "a number, by which curriculum_column orders the rows")
+    except RowError as error:
+        raise bad_row(job, number, error, row) from error
+    return value
 
 
 def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str]) -> list[Any]:
@@ -153,8 +173,7 @@ def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str
     return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
 
 
-def _encode(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
-    rows = job.rows.take(start, stop)
+def _encode(job: EncodeJob, rows: Sequence[Any], start: int) -> list[list[Record]]:
     try:
         return job.encoder.encode_many(rows)
     except RowError:

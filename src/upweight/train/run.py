@@ -65,7 +65,8 @@ def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[T
                 trainer.rollouts.close()
         if trainer.state.global_step < trainer.state.max_steps:
             stop.exit_if_signalled(trainer.state)
-        trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
+        rows = len(trainer.train_dataset) if trainer.feed is None else trainer.feed.taken
+        trainer.card = lambda: model_card(config, trainer.state.log_history, rows)
         trainer.save_model()
         trainer.create_model_card()
 

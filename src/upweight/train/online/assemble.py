@@ -11,6 +11,7 @@ from accelerate import PartialState
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
+from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
@@ -21,6 +22,7 @@ from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.completion_source import CompletionSource, SingleTurn
 from upweight.rollout.custom import CustomRollout
+from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.producer import Producer, Ranks
 from upweight.rollout.replay import ReplayBuffer, Reroll
@@ -88,7 +90,7 @@ def build_rollouts(
     config: Config,
     objects: Objects,
     policy: Policy,
-    rows: PromptRows,
+    prompts: PromptRows | RowFeed,
     rewards: Sequence[Reward],
     *,
     env_setup: EnvironmentSetup | None,
@@ -106,13 +108,16 @@ def build_rollouts(
     sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
+    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
+    rows = _fed_prompts(config, prompts, plan) if isinstance(prompts, RowFeed) else prompts
+    ordered = config.data.curriculum or config.data.curriculum_column is not None
+    order = PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
     backend = backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
-    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
     schedule = _schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
@@ -120,7 +125,7 @@ def build_rollouts(
         method=method,
         plan=plan,
         rows=rows,
-        order=PromptOrder(len(rows), config.optim.seed, shuffle=not config.data.curriculum),
+        order=rows if isinstance(rows, FedPrompts) else order,
         completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
@@ -144,6 +149,12 @@ def build_rollouts(
         sampler_logps=bool(off_policy or masks_off_policy or online_settings.sampler_correction),
         feature_matching=feature_matching,
     )
+
+
+def _fed_prompts(config: Config, feed: RowFeed, plan: Plan) -> FedPrompts:
+    """Return the prompts of a feed; where its length is not known, an epoch is the run."""
+    completions = (config.optim.max_steps or 0) * plan.step_size // plan.iterations
+    return FedPrompts(feed, feed.epoch_rows or max(completions // plan.group_size, 1))
 
 
 def _completion_source(

@@ -31,6 +31,7 @@ from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
+from upweight.train.loader import SaveFeed
 from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
@@ -296,6 +297,8 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(trainer.rows_of_step)]
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
+    if trainer.feed is not None and trainer.rollouts is None:
+        callbacks.append(SaveFeed(trainer.feed))
     if trainer.rollouts is not None:
         if trainer.is_world_process_zero():
             writes = config.rollout.log_completions or not objects.from_script
