@@ -255,6 +255,21 @@ def test_precision_as_other_trainers_write_it(given, key, value):
     assert getattr(config.model, key) is value
 
 
+def test_the_lowest_rate_of_a_cosine_schedule():
+    optim = parse({**WHOLE, "rl": "dpo", "eta_min": 1e-6}).optim
+    assert (optim.scheduler, optim.scheduler_args) == ("cosine_with_min_lr", {"min_lr": 1e-6})
+    with pytest.raises(UserError, match="eta_min: is for 'lr_scheduler: cosine'"):
+        parse({**WHOLE, "rl": "dpo", "eta_min": 1e-6, "lr_scheduler": "linear"})
+
+
+@pytest.mark.parametrize("given", ["c4", {"path": "c4"}, [{"path": "c4", "type": "pretrain"}]])
+def test_pretraining_data_are_datasets(given):
+    (entry,) = parse({"base_model": "m", "pretraining_dataset": given}).data.datasets
+    assert (entry.path, entry.type) == ("c4", "pretrain")
+    with pytest.raises(UserError, match="'datasets' is set too"):
+        parse({"base_model": "m", "datasets": [{"path": "c4"}], "pretraining_dataset": given})
+
+
 @pytest.mark.parametrize("given", [{"torch_dtype": "bfloat16", "bf16": False}, {"torch_dtype": "int3"}, {"float16": 3}])
 def test_precisions_that_contradict_or_mean_nothing_are_refused(given):
     with pytest.raises(UserError, match=r"torch_dtype|float16"):

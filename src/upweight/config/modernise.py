@@ -35,6 +35,8 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     for key, values in peers.VALUES_MEANING_OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
+    _pretraining(content, findings)
+    _lowest_rate(content, findings)
     _precision(content, findings)
     _attention(content, findings)
     _checkpointing(content, findings)
@@ -93,6 +95,32 @@ def _holder(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dic
         content[block] = {}
     holder = content.get(block) if block else content
     return (holder if isinstance(holder, dict) else {}), name
+
+
+def _pretraining(content: dict[Any, Any], findings: Findings) -> None:
+    """`pretraining_dataset`, one entry or several, as entries of `datasets` with `type: pretrain`."""
+    given = content.pop("pretraining_dataset", None)
+    if not asks_for_something(given):
+        return
+    if asks_for_something(content.get("datasets")):
+        findings.errors.append("pretraining_dataset: 'datasets' is set too. Keep one of them.")
+        return
+    rows = [{"path": row} if isinstance(row, str) else row for row in (given if isinstance(given, list) else [given])]
+    findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
+    content.setdefault("streaming", True)
+    content["datasets"] = [{"type": "pretrain", **row} if isinstance(row, dict) else row for row in rows]
+
+
+def _lowest_rate(content: dict[Any, Any], findings: Findings) -> None:
+    """`eta_min`, the rate at which a cosine schedule ends, as the argument of transformers' schedule."""
+    schedule = content.get("lr_scheduler") or "cosine"
+    if content.get("eta_min") is None:
+        return
+    if schedule in ("cosine", "cosine_with_min_lr"):
+        content["lr_scheduler"] = "cosine_with_min_lr"
+    else:
+        findings.errors.append(f"eta_min: is for 'lr_scheduler: cosine', not for {schedule!r}. Drop one of them.")
+    _rename(content, "eta_min", "lr_scheduler_kwargs.min_lr", findings, deprecated=False)
 
 
 def _precision(content: dict[Any, Any], findings: Findings) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.view import ConfigView
-from upweight.data.examples import Example, Setup
+from upweight.data.examples import Example, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.transforms import Transform
@@ -86,5 +86,6 @@ class Encoder:
         records = []
         for row_examples, row_texts in zip(examples, texts, strict=True):
             counts = zip(row_examples, map(len, row_texts), strict=True)
-            records.append([example.record(self.setup, list(islice(ids, count))) for example, count in counts])
+            of_each = [records_of(example, self.setup, list(islice(ids, count))) for example, count in counts]
+            records.append([record for several in of_each for record in several])
         return records

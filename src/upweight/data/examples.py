@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
 from upweight.data.raw_row import IGNORED, Record, Row, RowError, check_all_text, common_length
@@ -12,6 +12,7 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.methods.base import Method
 
+MOST_OVERLAP = 256  # tokens that neighbouring windows of a text share
 ALPACA = UserFormat(  # also the column names where `type` is no mapping
     format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
     no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
@@ -174,6 +175,78 @@ class Text:
         return _text_record(setup, ended, loss_mask, self.shown or {"text": self.text})
 
 
+class Segment(NamedTuple):
+    """A stretch of a text, whether it is trained on, and how many end tokens follow it."""
+
+    text: str
+    trained: bool
+    ends: int = 0
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Stretches of one text, each tokenized alone."""
+
+    parts: tuple[Segment, ...]
+    bos: bool = True
+
+    def texts(self, setup: Setup) -> list[str]:
+        return [part.text for part in self.parts]
+
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        whole: list[int] = []
+        loss_mask: list[bool] = []
+        for part, tokens in zip(self.parts, ids, strict=True):
+            ended = setup.tokens.with_eos(tokens) if part.ends else tokens
+            if setup.tokens.eos is not None:
+                ended = ended + [setup.tokens.eos] * (part.ends - 1)
+            on_ends = part.trained and setup.entry.train_on_eos != "none"
+            whole += ended
+            loss_mask += [part.trained] * len(tokens) + [on_ends] * (len(ended) - len(tokens))
+        if self.bos:
+            with_bos = setup.tokens.with_bos(whole)
+            added = len(with_bos) - len(whole)
+            whole, loss_mask = with_bos, [False] * added + loss_mask[max(0, -added) :]
+        if not whole:
+            raise RowError("row", "text of at least one token")
+        first = next((number for number, part in enumerate(self.parts) if part.trained), 0)
+        texts = ["".join(part.text for part in parts) for parts in (self.parts[:first], self.parts[first:])]
+        return _text_record(setup, whole, loss_mask, dict(zip(("prompt", "completion"), texts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A text that becomes a record for each piece of `sequence_len`; windows overlap and have BOS and EOS each."""
+
+    text: str
+    windows: bool = False
+
+    def texts(self, setup: Setup) -> list[str]:
+        return [self.text]
+
+    def records(self, setup: Setup, ids: Ids) -> list[Record]:
+        tokens, size, overlap = setup.tokens, setup.data.sequence_len, 0
+        if not ids[0]:
+            raise RowError("row", "text of at least one token")
+        whole = tokens.with_bos(ids[0])
+        pinned = whole[: tokens.pinned(whole)]
+        if self.windows:
+            size = max(size - 1 - len(pinned), 1)
+            overlap = min(MOST_OVERLAP, (setup.data.sequence_len - 1) // 2, size - 1)
+            whole = whole[len(pinned) :]
+        else:
+            whole = tokens.with_eos(whole)
+        starts = range(0, max(len(whole) - overlap, 1), size - overlap)
+        pieces = [whole[start : start + size] for start in starts]
+        if self.windows:
+            end = [] if tokens.eos is None else [tokens.eos]
+            pieces = [[*pinned, *piece, *end] for piece in pieces]
+        # Nothing precedes a token that is alone, to predict it from.
+        kept = [piece for piece in pieces if len(piece) > 1] or pieces[:1]
+        shown = {"text": self.text} if len(kept) == 1 else {}
+        return [_text_record(setup, piece, [True] * len(piece), shown) for piece in kept]
+
+
 @dataclass(frozen=True)
 class Tokens:
     """A row that was tokenized before: the columns of its record."""
@@ -189,8 +262,13 @@ class Tokens:
         return Record({}, self.columns, setup.tokens.pinned(self.columns.get("prompt_ids", [])))
 
 
-Example = Completions | Steps | Prompt | Text | Tokens
+Example = Completions | Steps | Prompt | Text | Segments | Pieces | Tokens
 Format = Callable[[Setup, Row], list[Example]]
+
+
+def records_of(example: Example, setup: Setup, ids: Ids) -> list[Record]:
+    """Return the records that an example becomes, given the ids of its texts."""
+    return example.records(setup, ids) if isinstance(example, Pieces) else [example.record(setup, ids)]
 
 
 def _mask_ends(setup: Setup, ids: list[int], loss_mask: list[bool], closing: list[int]) -> None:

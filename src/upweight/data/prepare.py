@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
 from upweight.data.encode import Encoder, build_encoder
-from upweight.data.raw_row import IGNORED
+from upweight.data.raw_row import IGNORED, Record
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
@@ -76,7 +76,7 @@ def template_of(entries: Sequence[Entry]) -> str | None:
 
 
 def prepare(config: Config, tokenizer: Any) -> Prepared | None:
-    """Prepare a config's data, or read it from the cache if nothing that shapes it has changed; None: all is streamed."""
+    """Prepare a config's data, or read it from the cache if nothing that shapes it changed; None: all is streamed."""
     entries = []
     for key, number, spec in selected_datasets(config):
         if spec.streaming:
@@ -199,10 +199,11 @@ def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]
 
 def build_job(config: Config, entry: Entry, rows: RowSelection | RawChunk, *, evaluation: bool) -> EncodeJob:
     """Return how rows of an entry are encoded, for training or evaluation."""
-    rules = config.data
+    rules, encoder = config.data, entry.encoder
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules)
+        encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform)
+    return EncodeJob(entry.opened.where, evaluation, rows, encoder, rules)
 
 
 class _Builder:
@@ -323,8 +324,14 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         decode = jobs[job].encoder.setup.tokens.tokenizer.decode
         cut = {name: decode(ids) for name, ids in after.items() if ids != before[name]}
         # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
-        text = json.loads(json.dumps({**kept.text, **cut}, default=str))
+        text = json.loads(json.dumps({**kept.text, **cut}, default=str)) or _decoded(kept, decode)
         yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
+
+
+def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, str]:
+    """Return the texts of token ids, for records that keep none: rows of ids, pieces of a text."""
+    columns = {name: ids for name, ids in record.columns.items() if name == "ids" or name.endswith("_ids")}
+    return {"text" if name == "ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
 
 
 def _tokens(row: dict[str, Any]) -> dict[str, Any]:

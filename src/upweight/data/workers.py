@@ -39,7 +39,7 @@ RENAMED = {  # columns that a `type` mapping can name, by the kind of data
     "prompts": ("prompt",),
 }
 # Keys of an entry that name a column.
-NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field")
+NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field", "text_column")
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {

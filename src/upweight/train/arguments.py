@@ -131,7 +131,7 @@ def _script_arguments(
 
 
 def set_for_feed(arguments: TrainingArguments) -> None:
-    """Change the arguments of a loop whose rows come from a feed, which restores its position and reads ahead itself."""
+    """Set what a loop needs whose rows come from a feed, which restores its position and reads ahead by itself."""
     arguments.ignore_data_skip = True
     accelerate: Any = arguments.accelerator_config
     if accelerate.dispatch_batches:

@@ -81,7 +81,8 @@ class FeedLoader:
         self._last: deque[tuple[int, list[Unit]]] = deque(maxlen=STEPS_KEPT)
 
     def __len__(self) -> int:
-        return -(-len(self.dataset) // self.batch_size)
+        rows: int = len(self.dataset)
+        return (rows + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         known = self.dataset.epoch_rows is not None

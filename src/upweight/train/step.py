@@ -83,7 +83,7 @@ class StepRunner:
             total += loss.detach() / self.packer.context_size
             if sources is not None and len(self.sources) > 1 and row.unit_numbers:
                 names = {number: self.sources[sources[number]] for number in row.unit_numbers}
-                metered.append(losses_by_source(self.method, out, row, forwarded, prepared, names))
+                metered.append(losses_by_source(self.method, out, row, forwarded, prepared=prepared, names=names))
         if checks and first and not self._under_zero:  # DeepSpeed keeps gradients elsewhere
             flows = any(all_gather_objects(gradients_flow(model)))
             if all(float(count) > 0 for count in counts.values()):

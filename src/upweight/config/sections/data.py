@@ -49,6 +49,7 @@ class DatasetSpec(Strict):
         None, "Read and encode these rows while training; unset: as the key `streaming` says."
     )
     weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
+    skip: int = inner(0, "Number of rows left out at the start.", ge=0)
     shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
     shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
     chat_template: str | None = inner(None, "Chat template for these rows.")
@@ -61,6 +62,7 @@ class DatasetSpec(Strict):
     field_thinking: str | None = inner(None, "Message property that holds reasoning text.")
     template_thinking_key: str | None = inner(None, "Name of the reasoning text in the chat template.")
     field: str | None = inner(None, "Column of raw text, for `completion`.")
+    text_column: str | None = inner(None, "Column of raw text, for `pretrain`.")
     message_property_mappings: dict[str, str] | None = inner(None, "Message property -> its name in the rows.")
     message_field_role: str | None = inner(None, "Older spelling of `message_property_mappings.role`.")
     message_field_content: str | None = inner(None, "Older spelling of `message_property_mappings.content`.")

@@ -135,10 +135,14 @@ class OpenedDataset:
         return [[name, [source.identity() for source in sources]] for name, sources in splits]
 
     def rows(self) -> RowSelection:
-        """Return the rows of the entry's split, shard and `max_samples`."""
+        """Return the rows of the entry's split, `skip`, shard and `max_samples`."""
         rows = RowSelection.join([self._selected(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
+        if self.entry.skip:
+            if self.entry.skip >= len(rows):
+                raise UserError(f"{self.where}: 'skip: {self.entry.skip}' leaves out all {len(rows)} rows.")
+            rows = rows.select(slice(self.entry.skip, None))
         if self.entry.shards:
             rows = rows.select(slice(self.entry.shards_idx, None, self.entry.shards))
         if self.entry.max_samples and self.entry.max_samples < len(rows):

@@ -20,9 +20,8 @@ from upweight.errors import UserError
 CHUNK_ROWS = 256  # rows that are encoded together; a reader stops between two chunks only
 CHUNK_BYTES = 1 << 22  # of lines, after which a chunk ends early
 SKIP_BYTES = 1 << 20
-READ_ERRORS = (
-    OSError, EOFError, ValueError, RuntimeError, pa.ArrowException, DatasetsError, csv.Error, lzma.LZMAError, zlib.error,
-)  # fmt: skip
+UNPACK_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
+READ_ERRORS = (OSError, ValueError, RuntimeError, pa.ArrowException, DatasetsError, csv.Error, *UNPACK_ERRORS)
 
 Position = Any  # JSON values that say how far a source was read
 Kind = Literal["json", "text", "table", "rows"]

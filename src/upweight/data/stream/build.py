@@ -46,7 +46,8 @@ def build_feed(config: Config, tokenizer: Any, prepared: Prepared | None) -> Fed
         specs.append(spec)
         if spec.streaming:
             entries.append(_entry(config, tokenizer, key, number, spec))
-            sources.append(_stream(config, entries[-1], pool, seed, Window(held_out, spec.max_samples)))
+            window = Window(spec.skip + held_out, _end(spec))
+            sources.append(_stream(config, entries[-1], pool, seed, window))
         else:
             assert prepared is not None, "entries that are not streamed were prepared"
             sources.append(_prepared_source(config, prepared, sources, seed))
@@ -58,10 +59,11 @@ def streamed_evaluation(config: Config, tokenizer: Any) -> Dataset | None:
     """Return the evaluation rows that are read from streams: `test_datasets`, or the first rows of training data."""
     pool, held_out, sources = EncodePool(config.data.processes), int(config.data.val_set_size), list[StreamSource]()
     for key, number, spec in selected_datasets(config):
-        end = spec.max_samples if key == "test_datasets" else held_out
-        if spec.streaming and end != 0:
+        tests = key == "test_datasets"
+        if spec.streaming and (tests or held_out):
             entry = _entry(config, tokenizer, key, number, spec)
-            sources.append(_stream(config, entry, pool, None, Window(0, end), evaluation=True))
+            window = Window(spec.skip, _end(spec) if tests else spec.skip + held_out)
+            sources.append(_stream(config, entry, pool, None, window, evaluation=True))
     try:
         return stored(sources) if sources else None
     finally:
@@ -121,6 +123,11 @@ def _feed(
     unique = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
     shape = data.model_dump(mode="json", exclude=NOT_SHAPING)
     return RowFeed(sources, unique, data.mix, schedule, pool, [config.optim.seed, shape])
+
+
+def _end(spec: DatasetSpec) -> int | None:
+    """Return the number of rows after which `max_samples` ends a stream."""
+    return None if spec.max_samples is None else spec.skip + spec.max_samples
 
 
 def _name(spec: DatasetSpec) -> str:

@@ -155,7 +155,7 @@ def _columns(rows: Dataset | IterableDataset, where: str) -> list[str]:
 
 
 def as_dataset(rows: Any, where: str) -> Dataset | IterableDataset:
-    """Return rows as a Dataset, or the stream that they are; raise where they are neither one nor a list of mappings."""
+    """Return rows as a Dataset, or as the stream that they are; raise where they are neither nor a list of mappings."""
     if isinstance(rows, IterableDataset):
         return rows.with_format(None)
     if isinstance(rows, Dataset):

@@ -36,6 +36,7 @@ from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
 from upweight.train.recording.metrics import MetricsFile
+from upweight.user_modules import CODE
 
 SHOWN_METRICS = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
@@ -226,7 +227,7 @@ class KeepCheckpoints(TrainerCallback):
         run_folder = Path(args.output_dir)
         folder = run_folder / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            write_text(folder / DATA, json.dumps({"train": self.data_digest()}))
+            write_text(folder / DATA, json.dumps({"train": self.data_digest(), "code": CODE}))
             mark_whole(folder)
             best = state.best_model_checkpoint and Path(state.best_model_checkpoint).resolve()
             beyond = [] if self.limit is None else checkpoints_of(run_folder)[self.limit :]
