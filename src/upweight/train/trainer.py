@@ -84,8 +84,9 @@ class MethodTrainer(Trainer):
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
         self.recording, self.rollouts = parts.recording, rollouts
-        self.feed = parts.train_dataset if isinstance(parts.train_dataset, RowFeed) else None
-        self.data_digest = cache(self.feed.digest if self.feed else partial(rows_digest, parts.train_dataset))
+        rows: Any = parts.train_dataset
+        self.feed: RowFeed | None = rows if isinstance(rows, RowFeed) else None
+        self.data_digest = cache(partial(rows_digest, rows) if self.feed is None else self.feed.digest)
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
@@ -283,9 +284,9 @@ class MethodTrainer(Trainer):
         """Log, with the metrics and the throughput since the last log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
-        elif self.feed is not None:
-            rows = self.feed.epoch_rows
-            self.state.epoch = self.state.global_step / (len(self.feed_loader) if rows else self.state.max_steps)
+        elif self.feed is not None and self.is_in_train:
+            steps = self.state.max_steps if self.feed.epoch_rows is None else len(self.feed_loader)
+            self.state.epoch = self.state.global_step / steps
         if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no other entry
             logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:

@@ -30,7 +30,7 @@ SPACES = np.frombuffer(b" \t\r\f\v", np.uint8)
 
 
 def _open_zst(path: Path, mode: str = "rb", encoding: str | None = None, newline: str | None = None) -> Any:
-    content = io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # pyright: ignore[reportArgumentType]
+    content = io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
     return io.TextIOWrapper(content, encoding, newline=newline) if "t" in mode else content
 
 
@@ -43,7 +43,8 @@ class LineFile:
     """The rows of one file of JSON or text; blank lines are skipped."""
 
     def __init__(self, path: Path, kind: Literal["json", "text"]) -> None:
-        self.path, self.kind = path, kind
+        self.path = path
+        self.kind: Literal["json", "text"] = kind
 
     def identity(self) -> list[Any]:
         """Return what identifies this content in the cache key: path, size, modification time."""

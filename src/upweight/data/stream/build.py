@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from upweight.config import Config
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.data.prepare import NOT_SHAPING, Entry, Prepared, build_entry, build_job, template_of
-from upweight.data.sources.open import OpenedDataset, open_entry, selected_datasets
+from upweight.data.sources.open import OpenedDataset, Source, open_entry, selected_datasets
 from upweight.data.sources.streams import IterableStream, RawChunk
 from upweight.data.stream.ahead import EncodePool
 from upweight.data.stream.feed import RowFeed
@@ -84,8 +84,8 @@ def script_stream(
 ) -> StreamSource:
     """Return the source of a stream that a script passes; the config's only entry says how its rows are read."""
     (spec,) = config.data.datasets
-    sources = ({"train": [IterableStream(rows)]},)
-    opened = OpenedDataset(spec, where, sources, evaluation=False, seed=config.optim.seed)
+    sources: dict[str, list[Source]] = {"train": [IterableStream(rows)]}
+    opened = OpenedDataset(spec, where, (sources,), evaluation=False, seed=config.optim.seed)
     seed = config.optim.seed if trains and not config.data.curriculum else None
     return _stream(config, build_entry(config, tokenizer, opened, 0), pool, seed, Window(), evaluation=not trains)
 
