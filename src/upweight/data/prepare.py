@@ -38,6 +38,7 @@ NOT_SHAPING = {
     "prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last", "template_timeout",
 }  # fmt: skip
 MIXING = {"streaming", "buffer_size", "mix", "mix_schedule"}  # which choose the order of prepared rows alone
+PREVIEWED_ROWS = 1000  # of a stream, for reports
 MIXING_OF_ENTRY = {"streaming", "weight"}
 REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
 
@@ -77,15 +78,29 @@ def template_of(entries: Sequence[Entry]) -> str | None:
 
 def prepare(config: Config, tokenizer: Any) -> Prepared | None:
     """Prepare a config's data, or read it from the cache if nothing that shapes it changed; None: all is streamed."""
-    entries = []
+    entries = _entries(config, tokenizer, None)
+    trains = any(not entry.opened.evaluation for entry in entries)
+    return _cached(config, tokenizer, entries, trains=trains) if entries else None
+
+
+def preview(config: Config, tokenizer: Any) -> Prepared:
+    """Prepare a config's data for a report on it: of streams, the first rows."""
+    held_out = int(config.data.val_set_size)
+    entries = _entries(config, tokenizer, PREVIEWED_ROWS + held_out)
+    return _cached(config, tokenizer, entries, trains=all(not row.streaming for row in config.data.datasets))
+
+
+def _entries(config: Config, tokenizer: Any, first: int | None) -> tuple[Entry, ...]:
+    """Open the entries of a config; of streams the first rows, or with None no stream."""
+    entries: list[Entry] = []
     for key, number, spec in selected_datasets(config):
-        if spec.streaming:
+        if spec.streaming and first is None:
             continue
         evaluation = key == "test_datasets"
         opened = open_entry(spec, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
+        opened = opened.first_rows(first) if spec.streaming and first is not None else opened
         entries.append(build_entry(config, tokenizer, opened, number))
-    trains = any(not entry.opened.evaluation for entry in entries)
-    return _cached(config, tokenizer, tuple(entries), trains=trains) if entries else None
+    return tuple(entries)
 
 
 def prepare_given(

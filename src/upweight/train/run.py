@@ -79,6 +79,8 @@ def evaluate(config: Config) -> dict[str, float]:
     if trainer.is_fsdp_enabled:  # accelerate shards only models with an optimizer
         trainer.model = trainer.model_wrapped = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     metrics = trainer.evaluate()
+    if trainer.feed is not None:
+        trainer.feed.close()
     if trainer.rollouts is not None:
         trainer.rollouts.close()
     PartialState().destroy_process_group()

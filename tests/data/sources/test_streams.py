@@ -82,7 +82,7 @@ def test_iterable_datasets_continue_by_their_state(tmp_path):
     loaded = load_dataset("json", data_files=str(file), split="train", streaming=True)
     continues_anywhere(IterableStream(loaded), ROWS)
     changed = made.map(lambda row: {"size": len(row["text"])}).filter(lambda row: row["size"] != 6)
-    continues_anywhere(IterableStream(changed), [row for row in changed])
+    continues_anywhere(IterableStream(changed), list(changed))
 
 
 def test_rows_that_cannot_be_read_name_their_file_and_line(tmp_path):
@@ -91,7 +91,7 @@ def test_rows_that_cannot_be_read_name_their_file_and_line(tmp_path):
     with pytest.raises(UserError, match=r"a.jsonl:2: not JSON"):
         rows_of(FileStream([file], ["json"]).chunks(None, 0))
     file.write_text('[{"text": "a"}]')
-    with pytest.raises(UserError, match="one JSON list.*Write one object on each line"):
+    with pytest.raises(UserError, match=r"one JSON list.*Write one object on each line"):
         list(FileStream([file], ["json"]).chunks(None, 0))
     damaged = tmp_path / "a.jsonl.gz"
     damaged.write_bytes(gzip.compress(b'{"text": "a"}\n' * 9000)[:50])
@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_read_name_their_file_and_line(tmp_path):
         yield ROWS[0]
         raise ValueError("the disk is gone")
 
-    with pytest.raises(UserError, match="after row 1: .*the disk is gone"):
+    with pytest.raises(UserError, match=r"after row 1: .*the disk is gone"):
         list(IterableStream(IterableDataset.from_generator(fails)).chunks(None, 0))
 
 

@@ -134,7 +134,7 @@ def test_a_stream_without_usable_rows_is_refused(tmp_path, feeds):
     with pytest.raises(UserError, match=r"empty.jsonl\): has no rows"):
         feeds(config_of(tmp_path, {"path": "empty.jsonl", "streaming": True})).take(1)
     write_rows(tmp_path / "rows.jsonl", 20)
-    with pytest.raises(UserError, match="has no rows that can be used .20 dropped: shorter than min_sample_len"):
+    with pytest.raises(UserError, match=r"has no rows that can be used .20 dropped: shorter than min_sample_len"):
         feeds(config_of(tmp_path, {"path": "rows.jsonl", "streaming": True}, min_sample_len=99)).take(1)
 
 

@@ -61,7 +61,7 @@ def test_iterable_datasets_are_trained_and_evaluated_on(case):
 def test_reference_log_probs_of_a_stream_are_not_precomputed(which):
     rows, held_out = (ROWS["pairs"], stream("pairs")) if which != "train" else (stream("pairs"), None)
     held_out = {"one": held_out} if which == "several" else held_out
-    with pytest.raises(ValueError, match="precompute_ref_log_probs.*not supported with IterableDataset"):
+    with pytest.raises(ValueError, match=r"precompute_ref_log_probs.*not supported with IterableDataset"):
         trainer_of(DPOTrainer, DPOConfig, rows, held_out, precompute_ref_log_probs=True)
 
 

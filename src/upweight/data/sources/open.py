@@ -24,7 +24,7 @@ from upweight.config import Config
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
-from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream
+from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream, StreamStart
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
@@ -78,19 +78,20 @@ class GivenTable(Table):
         return [content.hexdigest(), len(self.dataset)]
 
 
-Source = LineFile | Table | RowStream
+RowTable = LineFile | Table | StreamStart  # rows by their number
+Source = RowTable | RowStream
 
 
 @dataclass(frozen=True)
 class RowSelection:
     """Rows selected from sources, in order."""
 
-    sources: tuple[LineFile | Table, ...]
+    sources: tuple[RowTable, ...]
     source_R: NDArray[np.int32]
     index_R: NDArray[np.int64]
 
     @staticmethod
-    def of(source: LineFile | Table) -> "RowSelection":
+    def of(source: RowTable) -> "RowSelection":
         """Return all rows of a source."""
         return RowSelection((source,), np.zeros(len(source), np.int32), np.arange(len(source)))
 
@@ -160,6 +161,12 @@ class OpenedDataset:
                 raise UserError(f"{self.where}: split {split!r} cannot be streamed. {remedy}")
             chosen += [source for source in part[split] if isinstance(source, RowStream)]
         return chosen
+
+    def first_rows(self, count: int) -> "OpenedDataset":
+        """Return the entry of a stream with its first rows in its place."""
+        starts: list[Source] = [StreamStart(stream, count) for stream in self.streams()]
+        entry = self.entry.model_copy(update={"split": None, "max_samples": None})
+        return OpenedDataset(entry, f"{self.where}, first rows", ({"train": starts},), self.evaluation, self.seed)
 
     def _split(self, part: dict[str, list[Source]]) -> str:
         preferred = ("test", "validation", "eval", "train") if self.evaluation else ("train",)

@@ -4,7 +4,7 @@ import copy
 import csv
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -131,6 +131,38 @@ class IterableStream:
 
 
 RowStream = FileStream | IterableStream
+
+
+class StreamStart:
+    """The first rows of a stream, read at once, for reports."""
+
+    def __init__(self, stream: RowStream, count: int) -> None:
+        self._rows: list[tuple[RawChunk, int]] = []
+        for chunk, _ in stream.chunks(None, 0):
+            self._rows += [(chunk, number) for number in range(min(len(chunk), count - len(self._rows)))]
+            if len(self._rows) == count:
+                break
+        self._identity = [*stream.identity(), len(self._rows)]
+
+    def identity(self) -> list[Any]:
+        """Return what identifies the rows, as far as the stream says it."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, indices: Iterable[int]) -> list[Any]:
+        """Return rows by their numbers."""
+        return [row for index in indices for row in self._one(int(index))]
+
+    def _one(self, index: int) -> list[Any]:
+        chunk, number = self._rows[index]
+        return chunk.take(number, number + 1)
+
+    def location(self, index: int) -> str:
+        """Return where a row comes from."""
+        chunk, number = self._rows[index]
+        return chunk.location(number)
 
 
 def _lines(kind: Literal["json", "text"]) -> Callable[[Path, Position], Chunks]:

@@ -11,10 +11,11 @@ from datasets import Dataset, IterableDataset
 from upweight.config import Config
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.data.prepare import NOT_SHAPING, Entry, Prepared, build_entry, build_job, template_of
+from upweight.data.report import PrepareReport
 from upweight.data.sources.open import OpenedDataset, Source, open_entry, selected_datasets
 from upweight.data.sources.streams import IterableStream, RawChunk
 from upweight.data.stream.ahead import EncodePool
-from upweight.data.stream.feed import RowFeed
+from upweight.data.stream.feed import RowFeed, rows_of_epoch
 from upweight.data.stream.source import PreparedSource, RowSource, StreamSource, Window, stored
 
 NOTHING = RawChunk(None, "rows", 0, [])
@@ -123,6 +124,30 @@ def _feed(
     unique = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
     shape = data.model_dump(mode="json", exclude=NOT_SHAPING)
     return RowFeed(sources, unique, data.mix, schedule, pool, [config.optim.seed, shape])
+
+
+def mixture_lines(config: Config, report: PrepareReport) -> list[str]:
+    """Return the lines of a report on a mixture: the share of each dataset, and its passes in an epoch."""
+    data = config.data
+    if data.mix == "concatenate":
+        return []
+    specs = [spec for key, _, spec in selected_datasets(config) if key != "test_datasets"]
+    parts = [part for part in report.parts if not part.evaluation]
+    counts = [None if spec.streaming else part.kept for spec, part in zip(specs, parts, strict=True)]
+    schedule = [(entry.step, entry.weights) for entry in data.mix_schedule] or [(0, [s.weight or 1.0 for s in specs])]
+    shares = [[weight / sum(weights) for weight in weights] for _, weights in schedule]
+    epoch = rows_of_epoch(data.mix, counts, shares)
+    lines = [] if epoch is None else [f"{data.mix}: an epoch has {epoch:,} rows"]
+    for number, part in enumerate(parts):
+        given = ", ".join(
+            f"{row[number]:.1%} from step {step}" for (step, _), row in zip(schedule, shares, strict=True)
+        )
+        given = given if len(shares) > 1 else f"{shares[0][number]:.1%} of the rows"
+        count = counts[number]
+        once = data.mix == "interleave_once"
+        passes = "" if not epoch or not count or once else f", {epoch * shares[0][number] / count:.2f} passes"
+        lines.append(f"{part.where}: {given}{passes}")
+    return lines
 
 
 def _end(spec: DatasetSpec) -> int | None:

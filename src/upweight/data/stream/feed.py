@@ -16,6 +16,19 @@ Mix = Literal["concatenate", "interleave_under", "interleave_over", "interleave_
 ENDS_IN_TURN = ("concatenate", "interleave_once")  # a source that has ended waits for all others
 
 
+def rows_of_epoch(mix: Mix, counts: Sequence[int | None], shares: Sequence[Sequence[float]]) -> int | None:
+    """Return the rows of an epoch from those of each source and their shares by schedule; None: not known."""
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None
+    if mix in ENDS_IN_TURN:
+        return sum(known)
+    if len(shares) > 1 or 0 in shares[0]:
+        return None
+    sizes = [count / share for count, share in zip(known, shares[0], strict=True)]
+    return max(floor(min(sizes)), 1) if mix == "interleave_under" else ceil(max(sizes))
+
+
 class FedRow(NamedTuple):
     """A prepared row and the number of its source."""
 
@@ -55,14 +68,8 @@ class RowFeed:
     @cached_property
     def epoch_rows(self) -> int | None:
         """The rows of an epoch: every row once, or until the first or the last source has ended."""
-        counts = [source.count() for source in self.sources]
-        if self.mix in ENDS_IN_TURN:
-            return None if None in counts else sum(count or 0 for count in counts)
-        share = self._shares(0)
-        known = [count / part for count, part in zip(counts, share, strict=True) if count is not None and part > 0]
-        if len(known) < len(counts) or len(self.schedule) > 1:
-            return None
-        return max(floor(min(known)), 1) if self.mix == "interleave_under" else ceil(max(known))
+        shares = [share.tolist() for share in map(self._shares, [step for step, _ in self.schedule] or [0])]
+        return rows_of_epoch(self.mix, [source.count() for source in self.sources], shares)
 
     def digest(self) -> str:
         """Return a hash of what is known of the rows, for the comparison on a resume."""

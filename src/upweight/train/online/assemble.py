@@ -109,9 +109,7 @@ def build_rollouts(
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
-    rows = _fed_prompts(config, prompts, plan) if isinstance(prompts, RowFeed) else prompts
-    ordered = config.data.curriculum or config.data.curriculum_column is not None
-    order = PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
+    rows, order = _prompts(config, prompts, plan)
     backend = backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
@@ -125,7 +123,7 @@ def build_rollouts(
         method=method,
         plan=plan,
         rows=rows,
-        order=rows if isinstance(rows, FedPrompts) else order,
+        order=order,
         completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
@@ -151,10 +149,14 @@ def build_rollouts(
     )
 
 
-def _fed_prompts(config: Config, feed: RowFeed, plan: Plan) -> FedPrompts:
-    """Return the prompts of a feed; where its length is not known, an epoch is the run."""
-    completions = (config.optim.max_steps or 0) * plan.step_size // plan.iterations
-    return FedPrompts(feed, feed.epoch_rows or max(completions // plan.group_size, 1))
+def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[PromptRows, PromptOrder | FedPrompts]:
+    """Return the prompts and their order; where the length of a stream is not known, an epoch is the run."""
+    if isinstance(rows, RowFeed):
+        completions = (config.optim.max_steps or 0) * plan.step_size // plan.iterations
+        fed = FedPrompts(rows, rows.epoch_rows or max(completions // plan.group_size, 1))
+        return fed, fed
+    ordered = config.data.curriculum or config.data.curriculum_column is not None
+    return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
 
 
 def _completion_source(
