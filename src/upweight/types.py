@@ -36,6 +36,12 @@ class Sample:
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
+    token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any of its tokens has an advantage other than zero."""
+        return bool(self.advantage) if self.token_advantages is None else bool(self.token_advantages.any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,7 @@ class Batch:
     label_S: Tensor | None = None
     prompt_T: Tensor | None = None  # True where a scored token belongs to the prompt (ORPO's likelihood term)
     advantage_S: Tensor | None = None
+    advantage_T: Tensor | None = None  # where tokens of a sequence differ in their advantages; None: advantage_S
     share_S: Tensor | None = None  # Sample.share; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
@@ -142,6 +149,11 @@ class Loss:
     metrics: Metrics = field(default_factory=dict)
 
 
+Credit = list[
+    tuple[int, float]
+]  # (end, value): a reward for the completion's tokens up to `end`, which follows the last
+
+
 @dataclass(frozen=True)
 class Completion:
     """The tokens after a prompt: sampled, or alternately sampled and written by an environment."""
@@ -157,6 +169,7 @@ class Completion:
     earlier: list["Completion"] = field(default_factory=list)
     failure: str | None = None  # the environment's error; the completion is not trained on
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
+    advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
 
     @property
     def written(self) -> list[int]:
@@ -189,6 +202,7 @@ class Group:
     environments: list[Any] = field(default_factory=list)  # the users' objects of its episodes, until it is scored
     version: int = 0  # policy version that sampled its oldest token
     replayed: bool = False  # came from the replay buffer
+    credits: dict[tuple[int, int], Credit] = field(default_factory=dict)  # by completion and reward; else at its end
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ VARIANTS = {
     **{f"grpo {mode}": grpo(sampler_correction_mode=mode, sampler_correction_cap=1.5) for mode in CORRECTIONS},
     **{f"grpo top entropy {name}": grpo(loss_type=name, **TOP_ENTROPY) for name in ("dapo", "bnpo", "grpo")},
     "grpo off-policy mask": grpo(off_policy_mask_threshold=0.05),
+    **{f"grpo {name} by token": grpo(loss_type=name, reward_to_go=True, beta=0.1) for name in DENOMINATOR},
+    "grpo gspo by token": grpo(reward_to_go=True, importance_sampling_level="sequence", off_policy_mask_threshold=0.05),
     "gdpo": GDPO(beta=0.1),
     "rloo": RLOO(epsilon_high=0.3),
     "ebft structured": EBFT(ce_coef=0.1, rl_coef=0.5, loss_type="grpo", beta=0.1, **TOP_ENTROPY),
@@ -82,6 +84,8 @@ class Step:
             "prompt_T": draw(tokens) > 0.7,
         }
         self.per_sequence = {"advantage_S": draw(count) - 0.5}
+        if method.discount is not None:
+            self.per_token["advantage_T"] = draw(tokens) - 0.5
         if method.name in ("kto", "ebft"):
             low = -1 if method.name == "kto" else 0
             self.per_sequence["label_S"] = torch.randint(low, 2, (count,), generator=random)

@@ -10,7 +10,7 @@ from upweight.config.view import ConfigView
 from upweight.data.examples import Example, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
 from upweight.data.raw_row import Record, Row, RowError
-from upweight.data.sources.transforms import Transform
+from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
@@ -36,7 +36,8 @@ def build_encoder(  # noqa: PLR0917
     setup = Setup(data, entry, method, reader, template, TextTokens(tokenizer, data.eot_tokens), classes)
     if any(row is entry for row in data.test_datasets):  # a transform sees its entry as `cfg.datasets[dataset_idx]`
         cfg = ConfigView({**cfg, "datasets": cfg.get("test_datasets")})
-    return Encoder(setup, _transform(setup, entry_index, cfg, folder))
+    chosen = RowFilter(load_function(entry.filter, folder, "datasets.filter"), entry.filter) if entry.filter else None
+    return Encoder(setup, _transform(setup, entry_index, cfg, folder), chosen)
 
 
 def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Transform | None:
@@ -64,13 +65,14 @@ def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Trans
 class Encoder:
     """Turns the rows of one dataset entry into records."""
 
-    def __init__(self, setup: Setup, transform: Transform | None) -> None:
-        self.setup, self.transform = setup, transform
+    def __init__(self, setup: Setup, transform: Transform | None, row_filter: RowFilter | None = None) -> None:
+        self.setup, self.transform, self.filter = setup, transform, row_filter
         self.read = format_of(setup.method.formats(), None if transform else setup.entry.type)
-        self.source_text = (setup.template.source or "") + (transform.source_text if transform else "")
+        functions = [function.source_text for function in (transform, row_filter) if function]
+        self.source_text = "".join([setup.template.source or "", *functions])
 
     def __call__(self, row: Mapping[str, Any]) -> list[Record]:
-        """Return the records of a row, none if a transform drops it; a bad row raises a RowError."""
+        """Return the records of a row, none if a filter or a transform drops it; a bad row raises a RowError."""
         return self.encode_many([row])[0]
 
     def encode_many(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Record]]:
@@ -79,6 +81,9 @@ class Encoder:
         for row in rows:
             if not isinstance(row, Mapping):
                 raise RowError("row", f"a mapping of columns, got {type(row).__name__}")
+            if self.filter and not self.filter(row):
+                examples.append([])
+                continue
             read_rows = self.transform(row) if self.transform else [row]
             examples.append([example for read_row in read_rows for example in self.read(self.setup, Row(read_row))])
         texts = [[example.texts(self.setup) for example in row] for row in examples]

@@ -20,12 +20,22 @@ from numpy.typing import NDArray
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
+from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import IGNORED, Record
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
-from upweight.data.workers import Chunk, EncodeJob, encode_all, refuse_unread, schema_of, with_columns, within_limits
+from upweight.data.workers import (
+    Chunk,
+    EncodeJob,
+    encode_all,
+    refuse_unread,
+    schema_of,
+    with_columns,
+    with_evaluation_rows,
+    within_limits,
+)
 from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
@@ -41,6 +51,7 @@ MIXING = {"streaming", "buffer_size", "mix", "mix_schedule"}  # which choose the
 PREVIEWED_ROWS = 1000  # of a stream, for reports
 MIXING_OF_ENTRY = {"streaming", "weight"}
 REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
+NEAR_DUPLICATE = "resembles an earlier row (dataset_near_deduplication)"
 
 
 class Entry(NamedTuple):
@@ -170,6 +181,8 @@ def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
     started, jobs, console = time.perf_counter(), jobs_of(config, entries), Console(stderr=True)
     for job in jobs:
         refuse_unread(job)
+    if config.data.contamination:
+        jobs = with_evaluation_rows(jobs)
     work = _Builder(config, jobs, target)
     columns = progress.TextColumn("preparing data"), progress.BarColumn(), progress.MofNCompleteColumn()
     times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
@@ -217,7 +230,7 @@ def build_job(config: Config, entry: Entry, rows: RowSelection | RawChunk, *, ev
     rules, encoder = config.data, entry.encoder
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-        encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform)
+        encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform, encoder.filter)
     return EncodeJob(entry.opened.where, evaluation, rows, encoder, rules)
 
 
@@ -232,13 +245,15 @@ class _Builder:
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
         self.ranks: list[float] = []  # of the training rows, by `curriculum_column`
+        self.signatures = Signatures(target / "signatures") if config.data.near_duplicates else None
         schema = pa.schema(list(schema_of(config.method).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
         self.writers = {side: pa.ipc.new_stream(str(target / f"{side}.arrow"), schema) for side in sides}
 
     def add(self, chunk: Chunk) -> None:
         """Write a chunk's rows, without those that repeat earlier ones if the config says so."""
-        part, batch, origin, rank = self.parts[chunk.job], chunk.batch, chunk.origin_N2, chunk.rank_N
+        part, batch, origin, signatures = self.parts[chunk.job], chunk.batch, chunk.origin_N2, chunk.signature_NH
+        rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
         self.names |= chunk.names
@@ -248,7 +263,8 @@ class _Builder:
                 fresh.append(digest not in self.seen)
                 self.seen.add(digest)
             part.dropped += Counter({REPEATED_ROW: fresh.count(False)})
-            batch, origin = batch.filter(pa.array(fresh)), origin[np.array(fresh)]
+            mask = np.array(fresh, bool)
+            batch, origin, signatures = batch.filter(pa.array(fresh)), origin[mask], signatures[mask[: len(signatures)]]
             rank = list(compress(rank, fresh))
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
@@ -256,11 +272,14 @@ class _Builder:
             self.lengths.append(chunk.length_M3.astype(np.int32))
             self.origin.append(np.insert(origin, 0, chunk.job, axis=1))
             self.ranks += rank
+            if self.signatures:
+                self.signatures.add(signatures)
 
     def finish(self, seconds: float) -> None:
         """Close the files and write the order of training and the report."""
         for writer in self.writers.values():
             writer.close()
+        order = self._ordered()
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
         limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}
@@ -272,12 +291,27 @@ class _Builder:
         for evaluation, use, count in ((False, "train", report.train_rows), (True, "evaluate", report.eval_rows)):
             if not count and any(part.evaluation == evaluation for part in self.parts):
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
-        kept = [part.kept for part in self.parts if not part.evaluation]
-        order = np.argsort(self.ranks, kind="stable") if self.ranks else _order(self.config, kept)
         np.save(self.target / "order.npy", order)
         np.save(self.target / "origin.npy", np.concatenate([np.zeros((0, 3), np.int64), *self.origin]))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
         (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
+
+    def _ordered(self) -> NDArray[np.int64]:
+        """The order of training, without near duplicates, which count as dropped."""
+        parts = [part for part in self.parts if not part.evaluation]
+        order = _order(self.config, [part.kept for part in parts])
+        if self.signatures and self.config.data.near_duplicates:
+            repeated = self.signatures.repeated(self.config.data.near_duplicates)
+            for part, of_part in zip(
+                parts, np.split(repeated, np.cumsum([part.kept for part in parts])[:-1]), strict=True
+            ):
+                part.kept -= (count := int(of_part.sum()))
+                part.dropped += Counter({NEAR_DUPLICATE: count})
+            order = order[~repeated[order]]
+        if not self.ranks:
+            return order
+        order = np.sort(order)
+        return order[np.argsort(np.array(self.ranks)[order], kind="stable")]
 
 
 def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:

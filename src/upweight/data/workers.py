@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from upweight.config.sections.data import DataSection, UserFormat
+from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
@@ -30,6 +31,8 @@ from upweight.methods.base import Method
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
+LEFT_OUT = "left out by the {}"
+CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
 OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
 RENAMED = {  # columns that a `type` mapping can name, by the kind of data
@@ -65,6 +68,14 @@ class EncodeJob:
     rows: RowSelection | RawChunk
     encoder: Encoder
     rules: DataSection  # evaluation may have another `sequence_len`
+    evaluated: EvaluationRows | None = None  # which training rows should not contain
+
+    @cached_property
+    def shingles(self) -> RowShingles:
+        """By which rows are compared: of the columns that the format reads."""
+        row = _read_row(self)
+        columns = None if row is None else row.read - {self.encoder.setup.entry.field_system}
+        return RowShingles.of(self.rows.take(0, min(SAMPLED, len(self.rows))), columns)
 
 
 @dataclass
@@ -79,6 +90,7 @@ class Chunk:
     names: set[str]  # columns that any record has
     rank_N: list[float]  # values of `curriculum_column` of the records kept, where it is set
     digests: list[bytes]  # of the records kept, for deduplication
+    signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
     notes: Counter[str]
 
@@ -134,8 +146,17 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     job, kept, origin, lengths = jobs[job_number], [], [], []
     method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
-    raw, rank = job.rows.take(start, stop), job.rules.curriculum_column
-    for row, records in enumerate(_encode(job, raw, start), start):
+    rows = job.rows.take(start, stop)
+    encoded = _encode(job, rows, start)
+    users = [name for name in ("filter", "transform") if getattr(job.encoder, name)]
+    if users:
+        dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
+    signature_RH, contaminated = _compared(job, rows)
+    for row, records in enumerate(encoded, start):
+        if records and row - start in contaminated:
+            (dropped if job.rules.contamination == "drop" else notes)[CONTAMINATED] += 1
+            if job.rules.contamination == "drop":
+                continue
         for number, record in enumerate(records):
             lengths.append(lengths_of(record.columns, method))
             bounded, reason = within_limits(job, row, record)
@@ -151,8 +172,12 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
     names = {name for columns in kept for name in columns}
-    ranks = [_rank(job, row, raw[row - start], rank) for row, _ in origin] if rank else []
-    return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, ranks, digests, dropped, notes)
+    signature_NH = signature_RH[origin_N2[:, 0] - start] if len(signature_RH) else signature_RH
+    rank = job.rules.curriculum_column
+    ranks = [_rank(job, row, rows[row - start], rank) for row, _ in origin] if rank and not job.evaluation else []
+    return Chunk(
+        job_number, stop - start, batch, origin_N2, length_M3, names, ranks, digests, signature_NH, dropped, notes
+    )
 
 
 def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
@@ -166,6 +191,33 @@ def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
     return value
 
 
+def _compared(job: EncodeJob, rows: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.uint32], set[int]]:
+    """Return a signature of each row if near duplicates are looked for, and which rows contain an evaluation row."""
+    signed = job.rules.near_duplicates is not None and not job.evaluation
+    signature_RH, contaminated = np.zeros((len(rows) if signed else 0, HASHES), np.uint32), set[int]()
+    for number, row in enumerate(rows if signed or job.evaluated else ()):
+        shingles = job.shingles(row)
+        if signed:
+            signature_RH[number] = signature_of(shingles)
+        if job.evaluated and job.evaluated.any_in(shingles):
+            contaminated.add(number)
+    return signature_RH, contaminated
+
+
+def with_evaluation_rows(jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
+    """Return the jobs, those of training with the rows of the others to look for."""
+    common = np.unique(np.concatenate([job.shingles.common for job in jobs]))  # training rows are compared without it
+    of_rows = (
+        replace(job.shingles, common=common)(row)
+        for job in jobs
+        if job.evaluation
+        for start in range(0, len(job.rows), CHUNK_ROWS)
+        for row in job.rows.take(start, min(start + CHUNK_ROWS, len(job.rows)))
+    )
+    evaluated = EvaluationRows.of(of_rows)
+    return [job if job.evaluation else replace(job, evaluated=evaluated) for job in jobs]
+
+
 def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str]) -> list[Any]:
     """Return the values of a column; one holds all that have no column in the schema, as JSON."""
     if name != OTHERS:
@@ -173,7 +225,7 @@ def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str
     return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
 
 
-def _encode(job: EncodeJob, rows: Sequence[Any], start: int) -> list[list[Record]]:
+def _encode(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) -> list[list[Record]]:
     try:
         return job.encoder.encode_many(rows)
     except RowError:
@@ -240,16 +292,24 @@ class TrackedRow(Row):
         return super().__getitem__(key)
 
 
-def refuse_unread(job: EncodeJob) -> None:
-    """Raise a UserError if an entry names a column that its first row has and its format does not read."""
+def _read_row(job: EncodeJob) -> TrackedRow | None:
+    """Return the first row once its format has read it; None if it cannot, or if a transform may read any column."""
     encoder = job.encoder
-    if encoder.transform is not None or not len(job.rows):  # a transform may read any column
-        return
-    row, entry = TrackedRow(job.rows.take(0, 1)[0]), encoder.setup.entry
+    if encoder.transform is not None or not len(job.rows):
+        return None
+    row = TrackedRow(job.rows.take(0, 1)[0])
     try:
         encoder.read(encoder.setup, row)
     except RowError:
-        return  # preparing the row raises the error with its place
+        return None  # preparing the row raises the error with its place
+    return row
+
+
+def refuse_unread(job: EncodeJob) -> None:
+    """Raise a UserError if an entry names a column that its first row has and its format does not read."""
+    encoder, entry = job.encoder, job.encoder.setup.entry
+    if (row := _read_row(job)) is None:
+        return
     named = {key: getattr(entry, key) for key in NAMING}
     reader = f"'type: {entry.type}'" if entry.type else "rows without a 'type'"
     if isinstance(entry.type, UserFormat):

@@ -81,6 +81,7 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         margin_P=_tensor([unit.margin for unit in units], torch.float32),
         label_S=_tensor([sample.label for sample in samples], torch.int64),
         advantage_S=_tensor([sample.advantage for sample in samples], torch.float32),
+        advantage_T=_token_advantages(samples, kept),
         share_S=torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None,
         prompt_T=_joined([s.prompt for s in samples], kept, torch.bool),
         old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
@@ -195,6 +196,17 @@ def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torc
     """Return the kept parts of all samples' arrays concatenated, or None when an array is missing."""
     parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
+
+
+def _token_advantages(samples: Sequence[Sample], kept: Sequence[slice]) -> Tensor | None:
+    """Return an advantage for each scored token where any sample has them by token, else None."""
+    if all(sample.token_advantages is None for sample in samples):
+        return None
+    each = [
+        np.full(int(s.loss_mask.sum()), s.advantage or 0.0) if s.token_advantages is None else s.token_advantages
+        for s in samples
+    ]
+    return _joined(each, kept, torch.float32)
 
 
 def _pairs(units: Sequence[Unit]) -> Tensor | None:

@@ -109,6 +109,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def discount(self) -> float | None:
+        """The factor of a reward for each token before it, where tokens are credited with what follows; else None."""
+        return None
+
+    @property
     def group_size(self) -> int:
         """Completions sampled for each prompt, for online methods."""
         return 1
@@ -148,6 +153,8 @@ class Method(Section, ABC):
         """Return one advantage for each sequence of a rollout (online methods); a NaN reward does not apply.
 
         `log_ratio_S`: the policy's log-probs minus the reference's, summed by completion, where `needs_kl_in_reward`.
+        With a `discount` it is also called with the rewards from each token position on, `rewards_SRT`, and returns
+        `advantage_ST`.
         """
         raise NotImplementedError(f"{self.name}: only online methods have advantages")
 

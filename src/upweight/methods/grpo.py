@@ -7,11 +7,11 @@ from torch import Tensor
 
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import decoupled, leave_one_out, normalised, weighted_reward
-from upweight.methods.policy_gradient import PolicyGradient
+from upweight.methods.policy_gradient import PolicyGradient, RewardToGo
 from upweight.settings import setting
 
 
-class GRPO(PolicyGradient, Method):
+class GRPO(RewardToGo, PolicyGradient, Method):
     """A policy gradient whose baseline is the other completions of the same prompt."""
 
     name: ClassVar[str] = "grpo"

@@ -162,7 +162,9 @@ class PolicyGradient(Section):
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        return bool(sample.loss_mask.any() and (sample.advantage or self.zero_advantage_reasons or sample.label == 1))
+        return bool(
+            sample.loss_mask.any() and (sample.has_advantage or self.zero_advantage_reasons or sample.label == 1)
+        )
 
     @property
     def zero_advantage_reasons(self) -> list[str]:
@@ -200,7 +202,9 @@ class PolicyGradient(Section):
             old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
         log_ratio_T = logps_T - old_T
         if self.importance_sampling_level == "sequence":
-            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+            mean_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+            # GSPO-token: the same ratio, but each token's advantage moves that token alone.
+            log_ratio_T = mean_T if batch.advantage_T is None else mean_T.detach() + logps_T - logps_T.detach()
         ratio_T = log_ratio_T.exp()
         correction_T, metrics = self._sampler_correction(old_T, batch)
         loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
@@ -250,16 +254,19 @@ class PolicyGradient(Section):
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Return the policy loss of each token, corrected for the sampler, and its metrics."""
         sampled_S = is_sampled(batch)
-        advantage_S = torch.where(sampled_S, required(batch.advantage_S), 0.0)
-        advantage_T, sampled_T = advantage_S[batch.sequence_T], sampled_S[batch.sequence_T]
+        sampled_T = sampled_S[batch.sequence_T]
+        advantage_T = batch.advantage_T
+        if advantage_T is None:
+            advantage_T = required(batch.advantage_S)[batch.sequence_T]
+        advantage_T = torch.where(sampled_T, advantage_T, 0.0)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         metrics: dict[str, Metric] = {}
         if self.loss_type == "vespo":
             log_weight_S = sequence_sum((logps_T - old_T).detach().clamp(-20, 20) + correction_T.log(), batch)
             positive, negative = (self.vespo_k_pos, self.vespo_lambda_pos), (self.vespo_k_neg, self.vespo_lambda_neg)
-            weight_S = policy_losses.vespo_weight(log_weight_S, advantage_S, positive, negative)
-            metrics["vespo/phi_seq_mean"] = Mean.over(weight_S, sampled_S)
-            loss_T = -weight_S[batch.sequence_T] * advantage_T * logps_T
+            weight_T = policy_losses.vespo_weight(log_weight_S[batch.sequence_T], advantage_T, positive, negative)
+            metrics["vespo/phi_seq_mean"] = Mean.over(sequence_mean(weight_T, batch), sampled_S)
+            loss_T = -weight_T * advantage_T * logps_T
         elif self.loss_type == "cispo":
             metrics["cispo_clip_ratio"] = Mean.over((ratio_T > 1 + high) & (advantage_T > 0), sampled_T)
             loss_T = correction_T * policy_losses.cispo(logps_T, ratio_T, advantage_T, high)
@@ -273,10 +280,31 @@ class PolicyGradient(Section):
         if self.off_policy_mask_threshold is not None:
             sampler_T = old_T if batch.sampler_logps_T is None else batch.sampler_logps_T
             log_ratio_S = sequence_mean(-policy_losses.sampler_gap(logps_T, sampler_T), batch)
-            kept_S = (advantage_S >= 0) | (log_ratio_S <= self.off_policy_mask_threshold)
-            metrics["sampling/off_policy_kept"] = Mean.over(kept_S, sampled_S)
-            loss_T = loss_T * kept_S[batch.sequence_T]
+            kept_T = (advantage_T >= 0) | (log_ratio_S <= self.off_policy_mask_threshold)[batch.sequence_T]
+            metrics["sampling/off_policy_kept"] = Mean.over(sequence_mean(kept_T.float(), batch), sampled_S)
+            loss_T = loss_T * kept_T
         return loss_T, metrics
+
+
+class RewardToGo(Section):
+    """The settings of a policy gradient that may credit each token with the rewards from it on."""
+
+    reward_to_go: bool = setting(
+        "trl.reward_to_go", False, "Credit each token with the rewards from it on, not with all of its completion's."
+    )
+    gamma: float = setting(
+        "trl.gamma", 1.0, "With `trl.reward_to_go`: the factor of a reward for each token before it.", gt=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _discount_has_rewards(self) -> Self:
+        if self.gamma != 1 and not self.reward_to_go:
+            raise ValueError("trl.gamma discounts rewards that follow a token: set trl.reward_to_go: true")
+        return self
+
+    @property
+    def discount(self) -> float | None:
+        return self.gamma if self.reward_to_go else None
 
 
 def is_sampled(batch: Batch) -> Tensor:

@@ -18,6 +18,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.scorer import RewardResult, Scorer
 from upweight.rollout.completion_source import CompletionSource
+from upweight.rollout.credit import credit_tokens
 from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer, Reroll
@@ -204,7 +205,8 @@ class Producer:
         scores_here = rest and not self.method.computed_rewards
         with activity(f"scoring by {', '.join(self.names)} (trl.reward_timeout: {self.scorer.timeout:g} s a call)"):
             scored = [(rest, self.scorer.score(reward_call(rest, self.decode, trainer_state)))] if scores_here else []
-            metrics = assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+            results = [*((part, future.result()) for part, future in streamed), *scored]
+            metrics = assign_rewards(results, by_part=self.method.discount is not None)
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them
         segments = [segment for group in groups for one in group.completions for segment in one.segments]
@@ -225,6 +227,8 @@ class Producer:
         advantage_S = self.method.advantages(rewards_SR, group_S, log_ratio_S)
         for group, group_advantage_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = group_advantage_S
+        if self.method.discount is not None:
+            credit_tokens(groups, group_S, self.method, self.method.discount)
 
 
 def _failed_throughout(groups: Sequence[Group]) -> str | None:

@@ -92,6 +92,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
         for index, completion in enumerate(group.completions):
             scores = zip(names, rewards[index], strict=True)
+            parts = {names[number]: credit for (at, number), credit in group.credits.items() if at == index}
             yield {
                 **{name: value for name, value in group.row.items() if name not in TOKEN_COLUMNS},
                 "rollout": rollout.number,
@@ -103,6 +104,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "finished": completion.finished,
                 "rewards": {name: None if math.isnan(value) else value for name, value in scores},
                 "advantage": advantages[index] if advantages else None,
+                **({"reward_parts": parts} if parts else {}),
                 **{name: values[index] for name, values in group.extras.items()},
                 **({} if completion.failure is None else {"failure": completion.failure}),
             }

@@ -15,8 +15,11 @@ from upweight.types import Group
 
 
 def has_signal(group: Group) -> bool:
-    """Whether some reward differs between a group's completions."""
-    return any(bool(column.max() > column.min()) for column in _known(group) if len(column))
+    """Whether some reward, or where in a completion it was earned, differs between a group's completions."""
+    if any(bool(column.max() > column.min()) for column in _known(group) if len(column)):
+        return True
+    placed = {(reward, tuple(credit)) for (_, reward), credit in group.credits.items()}
+    return len(placed) > len({reward for reward, _ in placed})
 
 
 def spread(group: Group) -> float:

@@ -81,4 +81,5 @@ def _sample(
         loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
         sampler_logps=logps,
+        token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
     )

@@ -30,7 +30,11 @@ class RowCheck:
         """Whether to check a packed row: in the first step, and where a sequence or row is much longer than before."""
         # Some models change positions and scales beyond a length only. All ranks hold the whole step and decide alike.
         # Without an advantage there may be no gradient to check: at the start the KL has none either.
-        if not any(sample.advantage != 0 and _is_scored(sample) for unit in units for sample in unit.samples):
+        if not any(
+            (sample.advantage is None or sample.has_advantage) and _is_scored(sample)
+            for unit in units
+            for sample in unit.samples
+        ):
             return False
         longest, before = max(len(sample.ids) for unit in units for sample in unit.samples), self.checked or (0, 0)
         largest = self.packer.largest

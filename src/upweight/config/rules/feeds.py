@@ -11,8 +11,14 @@ FED = "streams or interleaved datasets"
 def streams(config: Config) -> Iterator[str]:
     """Check what cannot be done with a stream, which is read in order and never held as a whole."""
     data, streamed = config.data, [(key, row) for key, row in entries(config) if row.streaming]
-    if streamed and data.deduplicate:
-        yield "dataset_exact_deduplication: would have to remember all rows of a stream. Remove repeated rows before."
+    remembering = (
+        ("dataset_exact_deduplication", data.deduplicate),
+        ("dataset_near_deduplication", data.near_duplicates),
+        ("dataset_contamination_check", data.contamination),
+    )
+    for key, asked in remembering:
+        if streamed and asked:
+            yield f"{key}: compares all rows, which a stream never holds. Clean its files before, or leave out 'streaming'."
     if streamed and config.method.precomputes_reference:
         problem = "is not supported with IterableDataset or 'streaming', whose rows are read while training"
         yield f"precompute_ref_log_probs: {problem}. Leave it out."

@@ -49,6 +49,7 @@ class DatasetSpec(Strict):
         None, "Read and encode these rows while training; unset: as the key `streaming` says."
     )
     weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
+    filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
     skip: int = inner(0, "Number of rows left out at the start.", ge=0)
     shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
     shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
@@ -98,6 +99,12 @@ class DataSection(Section):
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
     in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapping it from disk.")
     deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
+    near_duplicates: float | None = setting(
+        "dataset_near_deduplication", None, "Drop training rows as similar as this to an earlier one (0.8).", gt=0, le=1
+    )
+    contamination: Literal["warn", "drop"] | None = setting(
+        "dataset_contamination_check", None, "What happens to training rows that contain an evaluation row."
+    )
     shard_count: PositiveInt | None = setting("dataset_shard_num", None, "Shards all data is split into; one is kept.")
     shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
     shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")

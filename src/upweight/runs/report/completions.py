@@ -15,7 +15,8 @@ MAX_CHARS = 8000  # letters of one text
 MOST_CHARACTERS = 4_000_000  # letters of all of them as JSON
 
 FIELDS = {"step", "rollout", "version", "row", "prompt", "completion", "messages", "tokens", "finished", "rewards",
-       "advantage", "token_texts", "sampler_logps", "policy_logps", "sampled", "failure"}  # fmt: skip
+       "advantage", "token_texts", "sampler_logps", "policy_logps", "token_advantages", "sampled",
+       "failure"}  # fmt: skip
 Message = dict[str, str]
 
 
@@ -90,7 +91,7 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
     }
     texts = row.get("token_texts")
     if isinstance(texts, list):
-        for name in ("token_texts", "sampler_logps", "policy_logps", "sampled"):
+        for name in ("token_texts", "sampler_logps", "policy_logps", "token_advantages", "sampled"):
             if isinstance(row.get(name), list) and len(row[name]) == len(texts):
                 fields[name] = plain(row[name], MAX_CHARS)
     return {name: value for name, value in fields.items() if value not in (None, {}, [])}

@@ -117,6 +117,8 @@ class GRPOConfig(RolloutArguments):
     advantage_estimator: str = field_for(GRPO, "advantage_estimator")
     scale_rewards: str = field_for(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
     multi_objective_aggregation: str = field_for(GRPO, "aggregation")
+    reward_to_go: bool = field_for(GRPO, "reward_to_go")
+    gamma: float = field_for(GRPO, "gamma")
     use_bias_correction_kl: bool = field_for(GRPO, "use_bias_correction_kl")
     off_policy_mask_threshold: float | None = field_for(GRPO, "off_policy_mask_threshold")
     top_entropy_quantile: float = field_for(GRPO, "top_entropy_quantile")

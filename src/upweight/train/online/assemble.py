@@ -68,7 +68,8 @@ def build_rewards(
 ) -> list[Reward]:
     """Load the rewards of the config or script and of the environment; check that the columns they read exist."""
     dtype, remote = compute_dtype(config.model, device), config.model.trust_remote_code
-    models = ModelOptions(dtype, device, remote, config.data.template_timeout)
+    by_step = config.method.discount is not None
+    models = ModelOptions(dtype, device, remote, config.data.template_timeout, by_step)
     names = () if env_setup is None else env_setup.environment.reward_names
     if objects.from_script:
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)

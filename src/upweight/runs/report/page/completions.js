@@ -129,7 +129,7 @@ function renderWritten() {
   const found = wanted ? rows.filter((row) => textOf(row).includes(wanted)) : rows;
   const by = SORTS.find(([name]) => name === reading.sort)[2];
   const sorted = found.map((row, place) => [by(row), place, row]).sort((one, other) => one[0] - other[0] || one[1] - other[1]).map(([, , row]) => row);
-  const largest = Math.max(...rows.map((row) => Math.abs(row.advantage || 0)), 1e-9);
+  const largest = Math.max(...rows.flatMap((row) => [row.advantage || 0, ...(row.token_advantages || [])]).map(Math.abs), 1e-9);
   const groups = grouped(sorted);
   const now = groups.slice(0, reading.grouped ? Math.ceil(reading.shown / 3) : reading.shown);
   const kept = total > rows.length ? ` (the run wrote ${total.toLocaleString("en")})` : "";
@@ -224,7 +224,8 @@ function tokenValues(row, by, largest) {
   const own = (place) => !row.sampled || row.sampled[place];
   if (by === "advantage") {
     if (row.advantage === undefined) return undefined;
-    return row.token_texts.map((text, place) => [own(place) ? row.advantage / largest : null, `advantage ${signed(row.advantage)}`]);
+    const advantage = (place) => (row.token_advantages ? row.token_advantages[place] : row.advantage);
+    return row.token_texts.map((text, place) => [own(place) ? advantage(place) / largest : null, `advantage ${signed(advantage(place))}`]);
   }
   const logps = row.sampler_logps;
   if (!logps || (by === "ratio" && !row.policy_logps)) return undefined;
