@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from upweight.callbacks import CallbackSection
 from upweight.config.sections.data import DataSection
 from upweight.config.sections.environment import EnvironmentSection
-from upweight.config.sections.model import AdapterSection, ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection, TeacherSection
 from upweight.config.sections.rollout import GymSection, RolloutSection, VllmSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.config.sections.training import OptimSection, ShardingSection
@@ -43,6 +43,7 @@ class Config:
     choice: ChoiceSection
     model: ModelSection
     adapter: AdapterSection
+    teacher: TeacherSection
     data: DataSection
     optim: OptimSection
     sharding: ShardingSection

@@ -72,9 +72,9 @@ def signature_of(shingles: NDArray[np.uint64]) -> NDArray[np.uint32]:
     return (mixed >> np.uint64(32)).min(axis=0).astype(np.uint32)
 
 
-def near_duplicates(signature_NH: NDArray[np.uint32], threshold: float) -> NDArray[np.bool_]:
-    """Return which rows are at least as similar as `threshold` to an earlier one."""
-    repeated, width = np.zeros(len(signature_NH), bool), _band_width(threshold)
+def near_duplicates(signature_NH: NDArray[np.uint32], threshold: float) -> NDArray[np.int64]:
+    """Return an earlier row that each row is at least as similar to as `threshold`, or -1."""
+    earlier, width = np.full(len(signature_NH), -1), _band_width(threshold)
     for first in range(0, HASHES, width):
         keys = np.zeros(len(signature_NH), np.uint64)
         for number in range(first, first + width):
@@ -82,15 +82,15 @@ def near_duplicates(signature_NH: NDArray[np.uint32], threshold: float) -> NDArr
             keys ^= keys >> np.uint64(31)
         order = np.argsort(keys, kind="stable")
         for _ in range(MOST_ROUNDS):  # rows of a bucket are compared with its first one, the others with the next
-            order = order[~repeated[order]]
+            order = order[earlier[order] < 0]
             starts = np.flatnonzero(np.append(True, np.diff(keys[order]) != 0)) if len(order) else order
             leaders = np.repeat(order[starts], np.diff(np.append(starts, len(order))))
             others = leaders != order
             if not others.any():
                 break
-            repeated[order[others]] = _alike(signature_NH, leaders[others], order[others], threshold)
-            order = order[others]
-    return repeated
+            leaders, order = leaders[others], order[others]
+            earlier[order] = np.where(_alike(signature_NH, leaders, order, threshold), leaders, -1)
+    return earlier
 
 
 def _band_width(threshold: float) -> int:
@@ -120,9 +120,9 @@ class Signatures:
         self._writer.close()
         there = self.file.stat().st_size
         signature_NH = np.memmap(self.file, np.uint32) if there else np.zeros(0, np.uint32)
-        repeated = near_duplicates(signature_NH.reshape(-1, HASHES), threshold)
+        earlier = near_duplicates(signature_NH.reshape(-1, HASHES), threshold)
         self.file.unlink()
-        return repeated
+        return earlier >= 0
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
         sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
         ref_logps_T=_joined([s.ref_logps for s in samples], kept, torch.float32),
+        teacher_ids_TK=_joined([s.teacher_ids for s in samples], kept, torch.int64),
+        teacher_logps_TK=_joined([s.teacher_logps for s in samples], kept, torch.float32),
     )
 
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from upweight.settings import Section, setting
-from upweight.types import Batch, Loss, Mean, Outputs, Sample
+from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,38 @@ class Method(Section, ABC):
     computed_rewards: ClassVar[tuple[str, ...]] = ()  # names of rewards that the method computes itself
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
     def needs_reference(self) -> bool:
         """Whether `loss` reads the reference's log-probs."""
         return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether scored tokens are compared with those of another model."""
+        return False
+
+    @property
+    def comparison(self) -> Divergence:
+        """How scored tokens are compared with a teacher's, where `statistics` ask for it."""
+        return Divergence()
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """The tokens that a teacher lists for the comparison; None: it compares the whole vocabulary."""
+        return None
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether an online method learns from rewards; without, completions need none."""
+        return True
+
+    @property
+    def demonstration_share(self) -> float:
+        """Share of prompts that keep the data's completion where others are sampled."""
+        return 0.0
 
     @property
     def needs_kl_in_reward(self) -> bool:

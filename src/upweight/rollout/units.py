@@ -34,11 +34,18 @@ def units_of_groups(
             tokens = [int(segment.loss_mask.sum()) for segment in segments]
             shares = [count / sum(tokens) if sum(tokens) else 1 / len(segments) for count in tokens]
             parts = zip(segments, shares, strict=True)
-            units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), group_index))
-    failures = [completion.failure is not None for group in groups for completion in group.completions]
-    if any(failures) or labelled:
-        units = [_labelled(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
+            samples = tuple(replace(segment, share=share) for segment, share in parts)
+            units.append(Unit(samples, group_index, teacher=group.row.get("teacher_id")))
+    labels = [_label(completion) for group in groups for completion in group.completions]
+    if any(labels) or labelled:
+        units = [_labelled(unit, label) for unit, label in zip(units, labels, strict=True)]
     return units
+
+
+def _label(completion: Completion) -> int:
+    if completion.failure is not None:
+        return FAILED
+    return DEMONSTRATION if completion.demonstration else SAMPLED
 
 
 def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:

@@ -160,7 +160,7 @@ def _comparison(config: Config) -> tuple[str | None, bool | None]:
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
     compared = compared or config.optim.scheduler == "reduce_lr_on_plateau"
-    default = "reward" if config.method.online else "loss"  # online evaluations have no loss
+    default = "reward" if config.method.online and not config.method.evaluates_loss else "loss"
     metric = run.best_metric or (default if compared else None)
     by_name = None if metric is None else not metric.endswith("loss")
     return metric, by_name if run.greater_is_better is None else run.greater_is_better

@@ -30,6 +30,7 @@ from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_for_feed, set_variables, step_size, training_arguments
+from upweight.train.distill.load import TeacherLoader
 from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
@@ -88,6 +89,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         set_for_feed(arguments)
     online = config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
+    loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
     policy = make_policy(
         model,
         config.method,
@@ -98,6 +100,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         optim=config.optim,
         section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
+        load_teachers=loader if config.method.needs_teacher else None,
         prepared=data.folder,
         sharding=sharding,
         context=context,

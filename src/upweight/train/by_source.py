@@ -10,8 +10,6 @@ from upweight.methods.base import Method
 from upweight.train.packed_rows import PackedRow
 from upweight.types import Batch, Mean, Metrics, Outputs, Unit
 
-AXES_OF_TOKENS = ("_T", "_TC", "_TF")
-
 
 @torch.no_grad()
 def losses_by_source(
@@ -41,10 +39,9 @@ def of_sequences(out: Outputs, batch: Batch, keep_S: Tensor) -> tuple[Outputs, B
     keep_T, number_S = keep_S[batch.sequence_T], torch.cumsum(keep_S, 0) - 1
     parts: dict[str, Tensor] = {}
     for name, values in vars(batch).items():
-        if isinstance(values, Tensor) and name.endswith(AXES_OF_TOKENS):
-            parts[name] = values[keep_T]
-        elif isinstance(values, Tensor) and name.endswith("_S"):
-            parts[name] = values[keep_S]
+        axes = name.rsplit("_", 1)[-1]
+        if isinstance(values, Tensor) and axes[0] in "TS":
+            parts[name] = values[keep_T if axes[0] == "T" else keep_S]
     parts["sequence_T"] = number_S[parts["sequence_T"]]
     if batch.pair_P2 is not None:
         keep_P = keep_S[batch.pair_P2[:, 0]]

@@ -37,7 +37,6 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.recording.metrics import Meters
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
@@ -86,12 +85,19 @@ class MethodTrainer(Trainer):
         self.recording, self.rollouts = parts.recording, rollouts
         rows: Any = parts.train_dataset
         self.feed: RowFeed | None = rows if isinstance(rows, RowFeed) else None
-        self.data_digest = cache(partial(rows_digest, rows) if self.feed is None else self.feed.digest)
+        self.data_digest = cache(rows.digest if isinstance(rows, RowFeed) else partial(rows_digest, rows))
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
-        options = policy.token_budget, policy.reference, policy.dtype, temperature, skips_zero_advantage
+        options = (
+            policy.token_budget,
+            policy.reference,
+            policy.dtype,
+            temperature,
+            skips_zero_advantage,
+            policy.teachers,
+        )
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
         self.runner.sources = self.feed.names if self.feed is not None else ()
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
@@ -246,17 +252,16 @@ class MethodTrainer(Trainer):
             with activity("evaluating"):
                 metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
         else:
-            training, self.runner.meters = self.runner.meters, Meters()
             sums: dict[str, Tensor] = {}
             counts: dict[str, Tensor] = {}
-            for inputs in self.get_eval_dataloader(rows):
-                with activity("evaluating"):
-                    loss, added = self.runner.evaluate(model, inputs["units"])
-                sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
-                counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
+            with self.runner.other_meters() as meters:
+                for inputs in self.get_eval_dataloader(rows):
+                    with activity("evaluating"):
+                        loss, added = self.runner.evaluate(model, inputs["units"])
+                    sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
+                    counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
             total = sum(float(sums[name] / counts[name].clamp(min=1)) for name in sums)
-            metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
-            self.runner.meters = training
+            metrics = {"loss": total, **meters.drain(self.accelerator)}
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
         named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=-(-len(rows) // batch))

@@ -9,7 +9,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
-from upweight.config.rules import check, data, ebft, keys, model, rollout, training
+from upweight.config.rules import check, data, distill, ebft, keys, model, rollout, training
 from upweight.errors import UserError
 
 WHOLE = {"base_model": "m", "datasets": [{"path": "d"}]}
@@ -35,12 +35,21 @@ def served(adapter=None, sharding=None, vllm=None, **trl):
     return {**GRPO, **(adapter or {}), **(sharding or {}), **blocks, "trl": {**GRPO["trl"], "use_vllm": True, **trl}}
 
 
+def distilled(block=None, **keys):
+    return {**WHOLE, "rl": "distill", "distill": {"teacher": "t", **(block or {})}, **keys}
+
+
 BROKEN = {
     "reward_model: cannot be used with 'rl'": {**WHOLE, "rl": "dpo", "reward_model": True},
     "base_model: missing": {"datasets": [{"path": "d"}]},
     "datasets: missing": {"base_model": "m"},
     "trl.reward_funcs: missing": {**WHOLE, "rl": "gdpo"},
     "ebft: missing": {**WHOLE, "rl": "ebft"},
+    "distill.teacher: missing": {**WHOLE, "rl": "distill"},
+    "distill.teacher: DeepSpeed does not": distilled(deepspeed="zero3.json"),
+    "distill.teacher_load_in_4bit, distill.teacher": distilled({"teacher_load_in_4bit": True}, fsdp=True),
+    "trl.reward_funcs: rl: distill learns": distilled(trl={"reward_funcs": ["r.f"]}),
+    "distill.top_k: missing": distilled({"teacher": "http://there:8000"}),
     "load_best_model_at_end: needs something": {**WHOLE, "load_best_model_at_end": True},
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},
     "fp16: cannot be used with 'bf16: true'": {**WHOLE, "bf16": True, "fp16": True},
@@ -205,6 +214,9 @@ BROKEN = {
     },
 }  # fmt: skip
 ODD = {
+    "distill.teacher: no effect with rl: dpo": {**DPO, "distill": {"teacher": "t"}},
+    "distill.tail: no effect": distilled({"tail": "drop"}),
+    "distill.beta: no effect": distilled({"beta": 0.2}),
     "nemo_gym_verify_timeout: no effect": {
         **GRPO,
         **AGENTS,
@@ -256,7 +268,7 @@ def test_each_warning_rule_speaks_when_it_should(message):
 
 def test_every_rule_has_a_config_that_breaks_it():
     said = "\n".join([*map(error, BROKEN.values()), *(one for content in ODD.values() for one in notices(content))])
-    for module in (data, ebft, keys, model, rollout, training):
+    for module in (data, distill, ebft, keys, model, rollout, training):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Yield) and not isinstance(node.value, ast.Tuple):
                 texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]

@@ -18,7 +18,7 @@ def streams(config: Config) -> Iterator[str]:
     )
     for key, asked in remembering:
         if streamed and asked:
-            yield f"{key}: compares all rows, which a stream never holds. Clean its files before, or leave out 'streaming'."
+            yield f"{key}: compares all rows, and a stream never holds them. Clean its files first, or do not stream."
     if streamed and config.method.precomputes_reference:
         problem = "is not supported with IterableDataset or 'streaming', whose rows are read while training"
         yield f"precompute_ref_log_probs: {problem}. Leave it out."

@@ -15,12 +15,13 @@ from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
+from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
-from upweight.rollout.completion_source import CompletionSource, SingleTurn
+from upweight.rollout.completion_source import CompletionSource, SingleTurn, WithDemonstrations
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
@@ -75,7 +76,8 @@ def build_rewards(
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
-    if not rewards and (objects.from_script or env_setup is not None):
+    wanted = config.method.compares_rewards
+    if not rewards and wanted and (objects.from_script or env_setup is not None):
         raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     online = config.method.online_settings
     weights = None if online is None or feature_matcher(config.method) else online.reward_weights
@@ -102,9 +104,7 @@ def build_rollouts(
     assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and online_settings.zero_advantage_reasons and not method.strided:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(online_settings.zero_advantage_reasons))
+    _log_what_to_watch(method, section, online_settings.zero_advantage_reasons)
     feature_matching = build_feature_matching(policy)
     sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:
@@ -150,6 +150,14 @@ def build_rollouts(
     )
 
 
+def _log_what_to_watch(method: Method, section: RolloutSection, forwarded_for: Sequence[str]) -> None:
+    """Log what the loss says, and for what completions without an advantage are forwarded."""
+    if not method.evaluates_loss:
+        logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
+    if section.skip_zero_advantage and forwarded_for and not method.strided:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(forwarded_for))
+
+
 def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[PromptRows, PromptOrder | FedPrompts]:
     """Return the prompts and their order; where the length of a stream is not known, an epoch is the run."""
     if isinstance(rows, RowFeed):
@@ -173,7 +181,10 @@ def _completion_source(
         return feature_matching.completion_source(policy, generator)
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
-    return SingleTurn(generator) if env_setup is None else env_setup.completion_source(model, tokenizer, generator)
+    alone = env_setup is None
+    source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
+    share = policy.method.demonstration_share
+    return WithDemonstrations(source, share) if share else source
 
 
 def _schedule(

@@ -156,9 +156,20 @@ class RolloutFeed:
             metrics["ebft/ce_loss"] = self.feature_matching.cross_entropy(rollout.groups, runner, model)
         else:
             metrics = pass_rates(rollout.groups, names)
+        if method.evaluates_loss:
+            metrics |= self._loss_of(rollout, runner, model)
         for callback in self.on_evaluation:
             callback(rollout, step, name)
         return summary(rollout.groups, names, method) | metrics
+
+    def _loss_of(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> dict[str, float]:
+        """Return the loss and the metrics of an evaluation's completions."""
+        self.producer.add_advantages(rollout.groups)
+        units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=False)
+        with runner.other_meters() as meters:
+            loss, counts = runner.evaluate(model, units)
+        total = sum(float(loss.sums[name] / counts[name].clamp(min=1)) for name in loss.sums)
+        return {"loss": total, **meters.drain(runner.accelerator)}
 
     def save(self, folder: Path) -> None:
         """Save the state of the rollouts to a checkpoint."""
