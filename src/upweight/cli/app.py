@@ -86,14 +86,14 @@ def data(
     from upweight.cli.inputs import load_with_notices
     from upweight.cli.report import open_page
     from upweight.data.page import write_page
-    from upweight.data.prepare import prepare
+    from upweight.data.prepare import preview
     from upweight.models.tokenizer import load_tokenizer
 
     loaded = load_with_notices(config, overrides)
     stages = loaded.stages or (loaded,)
     tokenizer = load_tokenizer(stages[0].model)
     path = output or Path(stages[0].data.prepared_path).expanduser() / "data.html"
-    write_page([(stage, prepare(stage, tokenizer)) for stage in stages], config.stem, path)
+    write_page([(stage, preview(stage, tokenizer)) for stage in stages], config.stem, path)
     print(path)
     if open_it:
         open_page(path.resolve().as_uri())

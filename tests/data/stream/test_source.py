@@ -6,8 +6,8 @@ from datasets import Dataset
 
 from made_tokenizers import byte_tokenizer
 from upweight.config import parse_config
-from upweight.data.prepare import prepare
-from upweight.data.stream.build import build_feed, streamed_evaluation
+from upweight.data.prepare import prepare, preview, shown_rows
+from upweight.data.stream.build import build_feed, mixture_lines, streamed_evaluation
 from upweight.errors import UserError
 
 
@@ -142,3 +142,36 @@ def test_splits_that_a_stream_does_not_have_are_refused(tmp_path, feeds):
     write_rows(tmp_path / "rows.jsonl", 20)
     with pytest.raises(UserError, match="split 'test' cannot be streamed"):
         feeds(config_of(tmp_path, {"path": "rows.jsonl", "streaming": True, "split": "test"}))
+
+
+def test_reports_show_the_first_rows_of_a_stream_and_the_shares_of_a_mixture(tmp_path):
+    write_rows(tmp_path / "a.jsonl", 2000)
+    write_rows(tmp_path / "b.jsonl", 200)
+    entries = {"path": "a.jsonl", "streaming": True, "weight": 3}, {"path": "b.jsonl", "weight": 1}
+    config = config_of(tmp_path, *entries, mix="interleave_over")
+    prepared = preview(config, byte_tokenizer())
+    assert prepared.report.lines()[0] == "datasets[0] (a.jsonl), first rows: 1,000 rows read, 1,000 kept"
+    assert len(list(shown_rows(config, prepared, 3, tokens=True))) == 3
+    shares = ["datasets[0] (a.jsonl), first rows: 75.0% of the rows", "datasets[1] (b.jsonl): 25.0% of the rows"]
+    assert mixture_lines(config, prepared.report) == shares
+    plain = config_of(
+        tmp_path, {"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}, mix="interleave_under"
+    )
+    assert mixture_lines(plain, preview(plain, byte_tokenizer()).report) == [
+        "interleave_under: an epoch has 800 rows",
+        "datasets[0] (a.jsonl): 75.0% of the rows, 0.30 passes",
+        "datasets[1] (b.jsonl): 25.0% of the rows, 1.00 passes",
+    ]
+
+
+def test_rows_are_ordered_by_a_column(tmp_path, feeds):
+    rows = [{"text": f"{number} a", "level": (number * 7) % 40} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(tmp_path, {"path": "rows.jsonl"}, curriculum_column="level")
+    decode = byte_tokenizer().decode
+    ordered = [int(decode(row["ids"]).split()[0]) for row in prepare(config, byte_tokenizer()).train]
+    assert [rows[number]["level"] for number in ordered] == list(range(40))
+    mixed = feeds(config_of(tmp_path, {"path": "rows.jsonl"}, curriculum_column="level", mix="interleave_over"))
+    assert numbers(mixed.take(40)) == ordered
+    with pytest.raises(UserError, match=r"row 0 \(rows.jsonl:1\), 'other': expected a number"):
+        prepare(config_of(tmp_path, {"path": "rows.jsonl"}, curriculum_column="other"), byte_tokenizer())

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,12 @@ def build_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = Non
 def _datasets(args: Any, objects: Objects) -> list[DatasetSpec]:
     """Return an entry for each training set: how it is weighted, and whether it is a stream."""
     given = objects.train_sets()
-    weights = dict.fromkeys(given, None) if args.mix_weights is None else args.mix_weights
-    if isinstance(weights, Mapping) and objects.train_dataset is not None and set(weights) != set(given):
+    weights = args.mix_weights or {}
+    if weights and objects.train_dataset is not None and set(weights) != set(given):
         raise UserError(f"mix_weights: has {', '.join(weights)}; the datasets are {', '.join(given)}.")
-    if len(weights) != len(given) and objects.train_dataset is not None:
-        raise UserError(f"mix_weights: {len(weights)} weights for {len(given)} datasets. Give one for each.")
-    by_name = weights if isinstance(weights, Mapping) else dict(zip(given, weights, strict=False))
     return [
         args.dataset_row().model_copy(
-            update={"weight": by_name.get(name), "streaming": isinstance(rows, IterableDataset)}
+            update={"weight": weights.get(name), "streaming": isinstance(rows, IterableDataset)}
         )
         for name, rows in given.items()
     ]
