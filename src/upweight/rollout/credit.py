@@ -17,7 +17,7 @@ def credit_tokens(groups: Sequence[Group], group_S: Tensor, method: Method, disc
     advantage_ST = method.advantages(rewards_to_go(groups, discount), group_S)
     rows = iter(advantage_ST.tolist())
     for group in groups:
-        group.completions = [_credited(one, next(rows)) for one in group.completions]
+        group.completions = [credited(one, next(rows)) for one in group.completions]
 
 
 def rewards_to_go(groups: Sequence[Group], discount: float) -> Tensor:
@@ -42,8 +42,8 @@ def rewards_to_go(groups: Sequence[Group], discount: float) -> Tensor:
     return values_SRT.gather(2, held_ST[:, None].expand_as(values_SRT))
 
 
-def _credited(one: Completion, values: list[float]) -> Completion:
+def credited(one: Completion, values: list[float]) -> Completion:
     """Return a completion with these advantages of its tokens; earlier segments have that of the first token."""
     written = len(one.written)
-    earlier = [_credited(segment, values[:1] * len(segment.written)) for segment in one.earlier]
+    earlier = [credited(segment, values[:1] * len(segment.written)) for segment in one.earlier]
     return replace(one, advantages=[0.0] * one.prompt_len + values[:written], earlier=earlier)

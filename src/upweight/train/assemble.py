@@ -43,6 +43,7 @@ from upweight.train.policy import Policy, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
+from upweight.train.user_code import NONE, UserCode, load_user_code
 
 
 @dataclass
@@ -60,6 +61,7 @@ class TrainerParts:
     lr_rule: LrRule | None = None
     callbacks: Sequence[TrainerCallback] = ()
     objects: Objects = YAML_ONLY
+    user_code: UserCode = NONE
     recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # context manager around a script's training
 
 
@@ -87,6 +89,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
     if isinstance(data.train, RowFeed):
         set_for_feed(arguments)
+    user_code = NONE if objects.from_script else load_user_code(config)
     online = config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
     loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
@@ -115,8 +118,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         shuffle=not (config.data.curriculum or config.data.curriculum_column),
         allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
-        callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
+        callbacks=[*objects.callbacks, *(build() for build in user_code.callbacks), *_callbacks(policy, objects)],
         objects=objects,
+        user_code=user_code,
         recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 

@@ -16,7 +16,6 @@ from transformers.trainer_utils import speed_metrics
 
 from upweight.data.cache import rows_digest
 from upweight.data.stream.feed import RowFeed
-from upweight.data.units import units_of
 from upweight.engine.activations import recompute_every_layer
 from upweight.errors import UserError
 from upweight.files import write_text
@@ -40,6 +39,8 @@ from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
+from upweight.train.user_code import UserCallback
+from upweight.user_modules import named_errors
 
 MIN_RETRY_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
@@ -74,7 +75,7 @@ class MethodTrainer(Trainer):
             processing_class=policy.tokenizer,
             callbacks=list(parts.callbacks),
             optimizers=parts.objects.optimizers,
-            optimizer_cls_and_kwargs=parts.objects.optimizer_class,
+            optimizer_cls_and_kwargs=parts.objects.optimizer_class or parts.user_code.optimizer,
         )
         set_up_sharding(self, policy.dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
@@ -82,7 +83,7 @@ class MethodTrainer(Trainer):
         self.method, self.copies = policy.method, policy.copies
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
-        self.recording, self.rollouts = parts.recording, rollouts
+        self.recording, self.rollouts, self.schedule = parts.recording, rollouts, parts.user_code.schedule
         rows: Any = parts.train_dataset
         self.feed: RowFeed | None = rows if isinstance(rows, RowFeed) else None
         self.data_digest = cache(rows.digest if isinstance(rows, RowFeed) else partial(rows_digest, rows))
@@ -186,7 +187,8 @@ class MethodTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, split its groups by learning rate, and let the compute copies follow its steps."""
         before = self.optimizer
-        optimizer = super().create_optimizer(*args, **kwargs)
+        with nullcontext() if self.optimizer_cls_and_kwargs is None else named_errors("optimizer: cannot be built"):
+            optimizer = super().create_optimizer(*args, **kwargs)
         if optimizer is not before:
             if self.lr_rule is not None:
                 split_by_lr(optimizer, self.model, self.lr_rule)
@@ -194,6 +196,14 @@ class MethodTrainer(Trainer):
             if self.copies is not None:
                 self.copies.follow(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the learning rate schedule, the user's where the config names one."""
+        if self.lr_scheduler is None and self.schedule is not None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            trained: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self.schedule(trained, num_training_steps, warmup)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batch of a step; none after the last step, where a resumed Trainer would do one more."""
@@ -310,6 +320,9 @@ class MethodTrainer(Trainer):
             self.last_log, self.runner.tokens = now, 0
         for metrics in self.metrics_of_callbacks:
             logs |= metrics(self.state, logs)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, UserCallback):
+                logs |= callback.metrics(self.state, logs)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -352,21 +365,6 @@ class MethodTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0: the Trainer's estimate assumes padded rows."""
         return 0
-
-    def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a step, counted from 0, with ids, loss mask, text; online none of earlier rollouts."""
-        if self.rollouts is not None:
-            units = self.rollouts.units_of_step(self.state.global_step - step)
-            samples = [({"advantage": one.advantage}, one) for unit in units for one in unit.samples]
-        elif self.feed is not None:
-            samples = [({}, one) for unit in self.feed_loader.units_of_step(step) for one in unit.samples]
-        else:
-            rows = {n: units_of([self.train_dataset[n]], self.method)[0] for n in self.sampler.rows_of(step)}
-            samples = [({"row": number}, one) for number, unit in rows.items() for one in unit.samples]
-        decode = getattr(self.processing_class, "decode", None)
-        for where, sample in samples:
-            ids = sample.ids.tolist()
-            yield {**where, "text": decode and decode(ids), "ids": ids, "loss_mask": sample.loss_mask.tolist()}
 
     def _optimizer_mode(self, mode: str) -> None:
         """Switch a schedule-free optimizer to its weights for training or evaluation."""

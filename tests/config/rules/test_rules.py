@@ -88,6 +88,11 @@ BROKEN = {
     "tools: there is no 'cpu'": {**GRPO, "tools": ["file.tool", "cpu"]},
     "use_onebitllms: every weight": {**WHOLE, **LORA, "use_onebitllms": True},
     "use_onebitllms: vLLM would": {**served(), "use_onebitllms": True},
+    "callbacks[0]: expected 'mine.Name'": {**WHOLE, "callbacks": [{"mine.A": {}, "mine.B": {}}]},
+    "optim_args: expected a mapping": {**WHOLE, "optimizer": "mine.Optimizer", "optim_args": "a=1"},
+    "cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for 'mine.f'": {
+        **scheduled("mine.f"), "cosine_min_lr_ratio": 0.1
+    },
     "adapter: qlora needs": {**WHOLE, **LORA, "adapter": "qlora"},
     "lora_model_dir: needs": {**WHOLE, "lora_model_dir": "x"},
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},

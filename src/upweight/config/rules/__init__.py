@@ -14,9 +14,10 @@ ERRORS: tuple[Rule, ...] = (
     keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
     distill.teachers, data.sources,
     feeds.streams, feeds.weights, feeds.feeds,
-    training.optimisation, training.schedules, training.schedule_values, training.best_checkpoint, training.shards,
-    training.fsdp, training.deepspeed, training.paths, rollout.rewards_and_sampling, rollout.environments,
-    rollout.dotted_paths, rollout.backends, rollout.vllm, rollout.adapters_for_vllm, rollout.weight_transfer,
+    training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,
+    training.best_checkpoint, training.shards, training.fsdp, training.deepspeed, training.paths,
+    rollout.rewards_and_sampling, rollout.environments, rollout.dotted_paths, rollout.backends, rollout.vllm,
+    rollout.adapters_for_vllm, rollout.weight_transfer,
 )  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (
     keys.required, data.formats_are_known, rollout.gym_is_complete, training.evaluation_is_there,
