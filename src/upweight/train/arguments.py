@@ -14,6 +14,7 @@ from upweight.config import Config
 from upweight.config.sections.run import TrackingSection
 from upweight.config.sections.training import OptimSection
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.models.precision import Sharding
 from upweight.settings import values_by_path
 from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
@@ -140,6 +141,19 @@ def _script_arguments(
         setattr(arguments, name, value)
     # transformers reads DeepSpeed's config in __init__, which must come after the model is loaded.
     return TrainingArguments(**{f.name: getattr(arguments, f.name) for f in fields(TrainingArguments) if f.init})
+
+
+def set_for_feed(arguments: TrainingArguments) -> None:
+    """Set what a loop needs whose rows come from a feed, which restores its position and reads ahead by itself."""
+    arguments.ignore_data_skip = True
+    accelerate: Any = arguments.accelerator_config
+    if accelerate.dispatch_batches:
+        problem = "Iterable datasets require `dispatch_batches=False`: every rank reads the stream"
+        raise UserError(f"accelerator_config: {problem}.")
+    accelerate.dispatch_batches = False
+    if arguments.dataloader_num_workers:
+        warn_once("dataloader_num_workers: no effect on a stream or mixture; 'dataset_num_proc' processes encode it")
+    arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
 
 
 def _warmup(config: Config, total: int) -> int:

@@ -18,6 +18,7 @@ from upweight.rewards.load import as_rewards
 from upweight.rewards.scorer import Scorer
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import join_ranks
+from upweight.train.recording.samples import samples_of_step
 from upweight.types import Sampling
 
 
@@ -250,6 +251,6 @@ def test_the_rows_of_a_step_are_those_that_it_was_trained_on(tmp_path):
 
     trainer.rollouts.next_step = noted
     trainer.train()
-    assert [row["ids"] for step in (2, 3) for row in trainer.rows_of_step(step)] == trained[2] + trained[3]
+    assert [row["ids"] for step in (2, 3) for row in samples_of_step(trainer, step)] == trained[2] + trained[3]
     assert len(trained[3]) == 4
-    assert list(trainer.rows_of_step(1)) == []  # of a rollout that is gone
+    assert list(samples_of_step(trainer, 1)) == []  # of a rollout that is gone

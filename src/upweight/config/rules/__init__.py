@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from upweight.config.config import Config
-from upweight.config.rules import data, distill, ebft, keys, model, rollout, training
+from upweight.config.rules import data, distill, ebft, feeds, keys, model, rollout, training
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -13,6 +13,7 @@ NOT_VALIDATED = ("GPUs", "installed packages", "files and folders", "servers")
 ERRORS: tuple[Rule, ...] = (
     keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
     distill.teachers, data.sources,
+    feeds.streams, feeds.weights, feeds.feeds,
     training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,
     training.best_checkpoint, training.shards, training.fsdp, training.deepspeed, training.paths,
     rollout.rewards_and_sampling, rollout.environments, rollout.dotted_paths, rollout.backends, rollout.vllm,

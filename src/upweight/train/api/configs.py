@@ -32,6 +32,7 @@ BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
 ROWS = "train_dataset"  # stands for the path of a script's rows in rules
 UNLIMITED = 2**31 - 1  # tokens
 LOADING = "Arguments of `from_pretrained`, for a model given by name."
+MIX_WEIGHTS = "Weights of the datasets of a `train_dataset` that is a mapping, by their names."
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
@@ -90,6 +91,11 @@ class MethodArguments(TrainingArguments):
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
     dataset_num_proc: int | None = field_for(DataSection, "processes")
     dataset_prepared_path: str = field_for(DataSection, "prepared_path")
+    streaming_buffer_size: int = field_for(DataSection, "buffer_size")
+    mix: str = field_for(DataSection, "mix")
+    mix_weights: dict[str, float] | None = with_help(None, MIX_WEIGHTS)  # noqa: RUF009
+    mix_schedule: list[dict[str, Any]] | None = field_for(DataSection, "mix_schedule", default=None)  # noqa: RUF009
+    curriculum_column: str | None = field_for(DataSection, "curriculum_column")
     token_budget: int | None = field_for(OptimSection, "token_budget")
     layout: Literal["auto", "tree", "padded"] = field_for(ModelSection, "layout")
     activation_offloading: bool = field_for(OptimSection, "activation_offloading")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
@@ -26,7 +26,7 @@ from upweight.train.objects import Model, Objects, ReadRows
 from upweight.user_modules import asked_names
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
-ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
+ScriptDataset = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
 DATASETS = ("train_dataset", "eval_dataset")
 PASSED_OBJECTS = (*DATASETS, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
 NO_INPUTS = ("self", "__class__", "unknown")
@@ -140,13 +140,21 @@ def reader(
 ) -> ReadRows:
     """Return a function that turns rows into a Dataset and its settings; `owns_prompts`: an environment has prompts."""
 
-    def read(raw: Any, where: str) -> tuple[Dataset, DataSection]:
+    def read(raw: Any, where: str) -> tuple[Dataset | IterableDataset, DataSection]:
         rows = as_dataset(raw, where)
-        if owns_prompts and "prompt" not in rows.column_names:
-            rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
+        columns = _columns(rows, where)
+        if owns_prompts and "prompt" not in columns:
+            if isinstance(rows, IterableDataset):
+                rows = rows.map(lambda row: {"prompt": NO_PROMPT})
+            else:
+                rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
         if formatting_func is not None:
-            rows = Dataset.from_list([{getattr(args, "dataset_text_field", "text"): formatting_func(r)} for r in rows])
-        columns = rows.column_names
+            text, write = getattr(args, "dataset_text_field", "text"), formatting_func
+            if isinstance(rows, IterableDataset):
+                rows = rows.map(lambda row: {text: write(row)}, remove_columns=columns)
+            else:
+                rows = Dataset.from_list([{text: write(row)} for row in rows])
+        columns = _columns(rows, where)
         if images := [column for column in columns if column in ("image", "images")]:
             raise UserError(f"{where}: the column '{images[0]}' holds images, which are not trained on: remove it.")
         settings = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
@@ -155,12 +163,24 @@ def reader(
     return read
 
 
-def as_dataset(rows: Any, where: str) -> Dataset:
-    """Return rows as a Dataset; raise where they are neither one nor a list of mappings."""
+def _columns(rows: Dataset | IterableDataset, where: str) -> list[str]:
+    """Return the names of the columns; those of a stream without features are its first row's."""
+    if rows.column_names is not None:
+        return rows.column_names
+    first = next(iter(rows), None)
+    if first is None:
+        raise UserError(f"{where}: has no rows.")
+    return list(first)
+
+
+def as_dataset(rows: Any, where: str) -> Dataset | IterableDataset:
+    """Return rows as a Dataset, or as the stream that they are; raise where they are neither nor a list of mappings."""
+    if isinstance(rows, IterableDataset):
+        return rows.with_format(None)
     if isinstance(rows, Dataset):
         return rows if rows.format["type"] == "custom" else rows.with_format(None)  # a transform is part of the rows
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-        got = f"expected a datasets.Dataset or a list of rows, got {type(rows).__name__}"
+        got = f"expected a Dataset, an IterableDataset or a list of rows, got {type(rows).__name__}"
         raise UserError(f"{where}: {got}. `Dataset.from_generator` makes one of anything that yields rows.")
     try:
         return Dataset.from_list([dict(row) for row in rows])

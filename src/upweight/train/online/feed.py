@@ -192,8 +192,8 @@ class RolloutFeed:
         if not (folder / STATE).is_file():
             raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run with rollouts wrote it.")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        self.ahead.replace(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         self.producer.restore(state["producer"])
+        self.ahead.replace(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         if state["current"] is None:
             self.current = None
             return
