@@ -37,6 +37,8 @@ class Sample:
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
+    versions: NDArray[np.float32] | None = None  # policy version that sampled each token
+    lag: NDArray[np.float32] | None = None  # optimizer steps since then
     teacher_ids: NDArray[np.int64] | None = None  # [., K]: the tokens that a teacher listed, -1 where there are fewer
     teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
@@ -87,6 +89,9 @@ class Batch:
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
+    version_T: Tensor | None = None  # Sample.versions
+    lag_T: Tensor | None = None  # Sample.lag
+    longest: int | None = None  # most scored tokens of a sequence, known without asking the device
     teacher_ids_TK: Tensor | None = None  # the tokens that a teacher lists, -1 where there are fewer
     teacher_logps_TK: Tensor | None = None  # their log-probs; minus infinity where there are fewer
     teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 
 from made_batches import made_batch
 from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, Distill, SimPO
-from upweight.methods.formulas.dpo_losses import SMOOTHED
+from upweight.methods.formulas.dpo_losses import SMOOTHED, LossType
 from upweight.methods.policy_gradient import DENOMINATOR
 from upweight.train.recording.metrics import Meters
 from upweight.types import Outputs
 
-DPO_LOSSES = DPO.model_fields["loss_type"].annotation.__args__[0].__args__
+DPO_LOSSES = get_args(LossType)
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 TOP_ENTROPY = {"top_entropy_quantile": 0.4, "entropy_coef": 0.1}
 

@@ -60,15 +60,16 @@ def preprocess(
 ) -> None:
     """Prepare the data of a config and fill its cache."""
     from upweight.cli.inputs import load_with_notices
-    from upweight.data.prepare import prepare, shown_rows
+    from upweight.data.prepare import preview, shown_rows
+    from upweight.data.stream.build import mixture_lines
     from upweight.models.tokenizer import load_tokenizer
 
     loaded = load_with_notices(config, overrides)
     stages = loaded.stages or (loaded,)
     tokenizer = load_tokenizer(stages[0].model)  # later stages have it from the first
     for stage in stages:
-        prepared = prepare(stage, tokenizer)
-        for line in prepared.report.lines():
+        prepared = preview(stage, tokenizer)
+        for line in (*prepared.report.lines(), *mixture_lines(stage, prepared.report)):
             logger.info("%s", line)
         for row in shown_rows(stage, prepared, show, tokens=tokens):
             print(json.dumps(row, ensure_ascii=False))
@@ -102,14 +103,14 @@ def data(
     from upweight.cli.inputs import load_with_notices
     from upweight.cli.report import open_page
     from upweight.data.page import write_page
-    from upweight.data.prepare import prepare
+    from upweight.data.prepare import preview
     from upweight.models.tokenizer import load_tokenizer
 
     loaded = load_with_notices(config, overrides)
     stages = loaded.stages or (loaded,)
     tokenizer = load_tokenizer(stages[0].model)
     path = output or Path(stages[0].data.prepared_path).expanduser() / "data.html"
-    write_page([(stage, prepare(stage, tokenizer)) for stage in stages], config.stem, path)
+    write_page([(stage, preview(stage, tokenizer)) for stage in stages], config.stem, path)
     print(path)
     if open_it:
         open_page(path.resolve().as_uri())
@@ -336,6 +337,28 @@ def watch(
     from upweight.cli.report import run_watch
 
     run_watch(runs, port=port, open_it=open_it)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="One of ours, or yours: mine.Method.")] = None,
+) -> None:
+    """List the training methods, or print the keys and needs of one."""
+    from upweight.cli.methods import run
+
+    run(name)
+
+
+@app.command("check-method", **TAKES_OVERRIDES)
+def check_method(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="mine.py, mine.py:name, mine.name, or a config.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Its settings.")] = None,
+    place: Annotated[str | None, typer.Option("--as", help="Where a function stands: grpo, advantages, dpo...")] = None,
+) -> None:
+    """Try whether a method of yours has the properties that training relies on."""
+    from upweight.cli.check_method import run
+
+    run(target, overrides or [], place)
 
 
 @app.command("agent-docs")

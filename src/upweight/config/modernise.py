@@ -107,7 +107,8 @@ def _pretraining(content: dict[Any, Any], findings: Findings) -> None:
         findings.errors.append("pretraining_dataset: 'datasets' is set too. Keep one of them.")
         return
     rows = [{"path": row} if isinstance(row, str) else row for row in (given if isinstance(given, list) else [given])]
-    findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' here")
+    findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
+    content.setdefault("streaming", True)
     content["datasets"] = [{"type": "pretrain", **row} if isinstance(row, dict) else row for row in rows]
 
 

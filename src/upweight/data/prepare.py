@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import IGNORED, Record
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
+from upweight.data.sources.streams import RawChunk
 from upweight.data.workers import (
     Chunk,
     EncodeJob,
@@ -45,6 +47,9 @@ from upweight.version import __version__
 NOT_SHAPING = {
     "prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last", "template_timeout",
 }  # fmt: skip
+MIXING = {"streaming", "buffer_size", "mix", "mix_schedule"}  # which choose the order of prepared rows alone
+PREVIEWED_ROWS = 1000  # of a stream, for reports
+MIXING_OF_ENTRY = {"streaming", "weight"}
 REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
 NEAR_DUPLICATE = "resembles an earlier row (dataset_near_deduplication)"
 
@@ -69,18 +74,44 @@ class Prepared:
     @property
     def template(self) -> str | None:
         """Text of the chat template that all training rows share; None if it is the tokenizer's, or they differ."""
-        texts = {entry.encoder.setup.template.source for entry in self.entries if not entry.opened.evaluation}
-        return texts.pop() if len(texts) == 1 else None
+        return template_of(self.entries)
+
+    def entry_of_rows(self) -> NDArray[np.int64]:
+        """Return the number of each training row's entry, among the training entries."""
+        return np.load(self.folder / "origin.npy")[np.load(self.folder / "order.npy"), 0]
 
 
-def prepare(config: Config, tokenizer: Any) -> Prepared:
-    """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
-    entries = []
+def template_of(entries: Sequence[Entry]) -> str | None:
+    """Return the text of the chat template that all training rows share; None if it is the tokenizer's, or differs."""
+    texts = {entry.encoder.setup.template.source for entry in entries if not entry.opened.evaluation}
+    return texts.pop() if len(texts) == 1 else None
+
+
+def prepare(config: Config, tokenizer: Any) -> Prepared | None:
+    """Prepare a config's data, or read it from the cache if nothing that shapes it changed; None: all is streamed."""
+    entries = _entries(config, tokenizer, None)
+    trains = any(not entry.opened.evaluation for entry in entries)
+    return _cached(config, tokenizer, entries, trains=trains) if entries else None
+
+
+def preview(config: Config, tokenizer: Any) -> Prepared:
+    """Prepare a config's data for a report on it: of streams, the first rows."""
+    held_out = int(config.data.val_set_size)
+    entries = _entries(config, tokenizer, PREVIEWED_ROWS + held_out)
+    return _cached(config, tokenizer, entries, trains=all(not row.streaming for row in config.data.datasets))
+
+
+def _entries(config: Config, tokenizer: Any, first: int | None) -> tuple[Entry, ...]:
+    """Open the entries of a config; of streams the first rows, or with None no stream."""
+    entries: list[Entry] = []
     for key, number, spec in selected_datasets(config):
+        if spec.streaming and first is None:
+            continue
         evaluation = key == "test_datasets"
         opened = open_entry(spec, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
-        entries.append(_entry(config, tokenizer, opened, number))
-    return _cached(config, tokenizer, tuple(entries), trains=True)
+        opened = opened.first_rows(first) if spec.streaming and first is not None else opened
+        entries.append(build_entry(config, tokenizer, opened, number))
+    return tuple(entries)
 
 
 def prepare_given(
@@ -89,7 +120,7 @@ def prepare_given(
     """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
     (spec,) = config.data.datasets
     opened = OpenedDataset(spec, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
-    entries = (_entry(config, tokenizer, opened, 0),)
+    entries = (build_entry(config, tokenizer, opened, 0),)
     if keep:
         return _cached(config, tokenizer, entries, trains=trains)
     with tempfile.TemporaryDirectory() as target:
@@ -97,7 +128,8 @@ def prepare_given(
         return _read_from(entries, Path(target), in_memory=True)
 
 
-def _entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
+def build_entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
+    """Return an entry with the encoder of its rows."""
     of_config = (view(config), config.folder, config.model.num_labels)
     return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
@@ -126,9 +158,12 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "teacher": [config.method.teacher_sees, config.method.teacher_writes, config.method.demonstration_share > 0],
         "classes": config.model.num_labels,
         "seed": config.optim.seed,
-        "data": config.data.model_dump(mode="json", exclude=NOT_SHAPING),
+        "data": config.data.model_dump(mode="json", exclude={*NOT_SHAPING, *MIXING, "datasets", "test_datasets"}),
         "tokenizer": cache.tokenizer_digest(tokenizer),
-        "entries": [[opened.identity(), text, opened.entry.model_dump(mode="json")] for opened, text in parts],
+        "entries": [
+            [opened.identity(), text, opened.evaluation, opened.entry.model_dump(mode="json", exclude=MIXING_OF_ENTRY)]
+            for opened, text in parts
+        ],
     }
     if any(entry.encoder.transform for entry in entries):
         # A transform may act on any key that was set, but for those of outputs and of ways of working.
@@ -172,14 +207,16 @@ def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
         rows = [part.select(slice(first % count, None, count)) for part, first in zip(rows, firsts, strict=False)]
     held_out = _held_out(config, [len(part) for part in rows])
     parts = list(zip(train, rows, held_out, strict=True))
-    jobs = [_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
-    jobs += [_job(config, entry, part.select(mask), evaluation=True) for entry, part, mask in parts if mask.any()]
+    jobs = [build_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
+    jobs += [build_job(config, entry, part.select(mask), evaluation=True) for entry, part, mask in parts if mask.any()]
     others = [entry for entry in entries if entry.opened.evaluation]
-    return jobs + [_job(config, entry, entry.opened.rows(), evaluation=True) for entry in others]
+    return jobs + [build_job(config, entry, entry.opened.rows(), evaluation=True) for entry in others]
 
 
 def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
     """A mask over each training entry's rows: True where `val_set_size` holds the row out."""
+    if not lengths:
+        return []
     size, total = config.data.val_set_size, sum(lengths)
     count = min(max(round(size * total), 1), total) if 0 < size < 1 else int(size)
     if count and count >= total:
@@ -189,7 +226,8 @@ def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]
     return np.split(mask, np.cumsum(lengths)[:-1])
 
 
-def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> EncodeJob:
+def build_job(config: Config, entry: Entry, rows: RowSelection | RawChunk, *, evaluation: bool) -> EncodeJob:
+    """Return how rows of an entry are encoded, for training or evaluation."""
     rules, encoder = config.data, entry.encoder
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
@@ -207,6 +245,7 @@ class _Builder:
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
+        self.ranks: list[float] = []  # of the training rows, by `curriculum_column`
         self.signatures = Signatures(target / "signatures") if config.data.near_duplicates else None
         schema = pa.schema(list(schema_of(config.method).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
@@ -215,6 +254,7 @@ class _Builder:
     def add(self, chunk: Chunk) -> None:
         """Write a chunk's rows, without those that repeat earlier ones if the config says so."""
         part, batch, origin, signatures = self.parts[chunk.job], chunk.batch, chunk.origin_N2, chunk.signature_NH
+        rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
         self.names |= chunk.names
@@ -226,11 +266,13 @@ class _Builder:
             part.dropped += Counter({REPEATED_ROW: fresh.count(False)})
             mask = np.array(fresh, bool)
             batch, origin, signatures = batch.filter(pa.array(fresh)), origin[mask], signatures[mask[: len(signatures)]]
+            rank = list(compress(rank, fresh))
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
         if not part.evaluation:
             self.lengths.append(chunk.length_M3.astype(np.int32))
             self.origin.append(np.insert(origin, 0, chunk.job, axis=1))
+            self.ranks += rank
             if self.signatures:
                 self.signatures.add(signatures)
 
@@ -247,11 +289,11 @@ class _Builder:
             limits["sequence_len"], lengths["sequence"] = ("sequence", data.sequence_len), sequence
         report = measure(self.parts, lengths, limits)
         report.seconds = seconds
-        for side, use, count in (("train", "train", report.train_rows), ("eval", "evaluate", report.eval_rows)):
-            if side in self.writers and not count:
+        for evaluation, use, count in ((False, "train", report.train_rows), (True, "evaluate", report.eval_rows)):
+            if not count and any(part.evaluation == evaluation for part in self.parts):
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
         np.save(self.target / "order.npy", order)
-        np.save(self.target / "origin.npy", np.concatenate(self.origin))
+        np.save(self.target / "origin.npy", np.concatenate([np.zeros((0, 3), np.int64), *self.origin]))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
         (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
 
@@ -267,14 +309,17 @@ class _Builder:
                 part.kept -= (count := int(of_part.sum()))
                 part.dropped += Counter({NEAR_DUPLICATE: count})
             order = order[~repeated[order]]
-        return order
+        if not self.ranks:
+            return order
+        order = np.sort(order)
+        return order[np.argsort(np.array(self.ranks)[order], kind="stable")]
 
 
 def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
     """The order in which prepared rows are trained on."""
     data, random = config.data, np.random.default_rng(config.optim.seed)
     order = np.arange(sum(kept))
-    if data.shuffle_before_merging:
+    if data.shuffle_before_merging and kept:
         order = np.concatenate([random.permutation(part) for part in np.split(order, np.cumsum(kept)[:-1])])
     return random.permutation(order) if data.shuffle_merged and not data.curriculum else order
 

@@ -23,6 +23,7 @@ from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles,
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
+from upweight.data.sources.streams import RawChunk
 from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
@@ -68,7 +69,7 @@ class EncodeJob:
 
     where: str
     evaluation: bool
-    rows: RowSelection
+    rows: RowSelection | RawChunk
     encoder: Encoder
     rules: DataSection  # evaluation may have another `sequence_len`
     evaluated: EvaluationRows | None = None  # which training rows should not contain
@@ -91,6 +92,7 @@ class Chunk:
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
     names: set[str]  # columns that any record has
+    rank_N: list[float]  # values of `curriculum_column` of the records kept, where it is set
     digests: list[bytes]  # of the records kept, for deduplication
     signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
@@ -106,7 +108,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
     count = min(processes, -(-total // CHUNK_ROWS))
     if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
-            yield _encode_chunk(jobs, *task)
+            yield encode_chunk(jobs, *task)
         return
     # Forked processes get the jobs without their being pickled.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_process, (jobs,))
@@ -119,10 +121,15 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        problem = "a process that prepares data died, most likely for lack of memory"
-        raise UserError(f"dataset_num_proc: {problem}. Set a lower number.") from error
+        raise lost_process() from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def lost_process() -> UserError:
+    """Return the error for a process that ended while it encoded rows."""
+    problem = "a process that prepares data died, most likely for lack of memory"
+    return UserError(f"dataset_num_proc: {problem}. Set a lower number.")
 
 
 _jobs_of_process: list[EncodeJob] = []
@@ -135,10 +142,10 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
 
 
 def _work(number: int, start: int) -> Chunk:
-    return _encode_chunk(_jobs_of_process, number, start)
+    return encode_chunk(_jobs_of_process, number, start)
 
 
-def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
+def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
     """Encode a chunk of a job's rows; one that cannot be used raises a UserError with its place."""
     job, kept, origin, lengths = jobs[job_number], [], [], []
     method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
@@ -170,7 +177,22 @@ def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chu
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
     names = {name for columns in kept for name in columns}
     signature_NH = signature_RH[origin_N2[:, 0] - start] if len(signature_RH) else signature_RH
-    return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, digests, signature_NH, dropped, notes)
+    rank = job.rules.curriculum_column
+    ranks = [_rank(job, row, rows[row - start], rank) for row, _ in origin] if rank and not job.evaluation else []
+    return Chunk(
+        job_number, stop - start, batch, origin_N2, length_M3, names, ranks, digests, signature_NH, dropped, notes
+    )
+
+
+def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
+    """Return the number in a row's `curriculum_column`."""
+    try:
+        value = Row(row).optional_number(column)
+        if value is None:
+            raise RowError(column, "a number, by which curriculum_column orders the rows")
+    except RowError as error:
+        raise bad_row(job, number, error, row) from error
+    return value
 
 
 def _compared(job: EncodeJob, rows: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.uint32], set[int]]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from upweight.config import Config
 from upweight.config.servers import samples_from_server, server_urls
-from upweight.data.prepare import prepare
+from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
@@ -104,7 +104,7 @@ def _memory(state: CheckState) -> Iterator[Finding]:
 def _data(state: CheckState) -> Iterator[Finding]:
     """Read, tokenize and measure the rows as training does."""
     config = state.config
-    data = prepare(config, load_tokenizer(config.model))
+    data = preview(config, load_tokenizer(config.model))
     lengths = data.report.lengths
     state.longest_prompt = lengths.get("prompt", {}).get("max", 0)
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):

@@ -1,13 +1,15 @@
 """The interface of training methods: settings, requirements, and pure functions from log-probs to sums."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
 from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
 
@@ -39,6 +41,9 @@ class OnlineSettings(Protocol):
         ...
 
 
+KINDS = ("text", "pairs", "labelled", "steps", "prompts")  # of rows
+
+
 class Method(Section, ABC):
     """A training method. It never divides by a count, communicates with other ranks or reads a value off the device."""
 
@@ -51,6 +56,7 @@ class Method(Section, ABC):
     computed_rewards: ClassVar[tuple[str, ...]] = ()  # names of rewards that the method computes itself
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
     evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
@@ -113,6 +119,16 @@ class Method(Section, ABC):
     def precomputes_reference(self) -> bool:
         """Whether the reference's log-probs are computed once, before training."""
         return False
+
+    @property
+    def reads_versions(self) -> bool:
+        """Whether `loss` reads `version_T` and `lag_T`."""
+        return False
+
+    @property
+    def advantage_function(self) -> Call | None:
+        """The user's function that takes the place of `advantages`; None where there is none."""
+        return None
 
     @property
     def reference_sync(self) -> ReferenceSync | None:

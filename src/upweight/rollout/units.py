@@ -29,7 +29,9 @@ def units_of_groups(
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             masked = mask_truncated and not completion.finished
             segments = [
-                _sample(group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps)
+                _sample(
+                    group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps, version=group.version
+                )
                 for segment in completion.segments
             ]
             tokens = [int(segment.loss_mask.sum()) for segment in segments]
@@ -82,7 +84,13 @@ def _labelled(unit: Unit, label: int) -> Unit:
 
 
 def _sample(
-    prompt: Sequence[int], completion: Completion, advantage: float, *, masked: bool = False, with_logps: bool = False
+    prompt: Sequence[int],
+    completion: Completion,
+    advantage: float,
+    *,
+    masked: bool = False,
+    with_logps: bool = False,
+    version: int = 0,
 ) -> Sample:
     length = len(completion.ids)
     sampled = np.full(length, not masked)
@@ -91,10 +99,12 @@ def _sample(
     logps = None
     if with_logps and len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]
+    versions = completion.versions if len(completion.versions) == length else [version] * length
     return Sample(
         ids=np.array([*prompt, *completion.ids], np.int64),
         loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
         sampler_logps=logps,
+        versions=np.array(versions, np.float32)[sampled],
         token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
     )

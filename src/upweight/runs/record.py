@@ -28,10 +28,17 @@ def about(trainer: Any) -> dict[str, Any]:
         steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
     return {
         "max_steps": steps,
-        "rows": len(trainer.train_dataset),
+        "rows": _length(trainer.train_dataset),
         "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
         "ranks": trainer.args.world_size,
     }
+
+
+def _length(rows: Any) -> int | None:
+    try:
+        return len(rows)
+    except TypeError:  # a stream
+        return None
 
 
 @contextlib.contextmanager

@@ -65,7 +65,8 @@ def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[T
                 trainer.rollouts.close()
         if trainer.state.global_step < trainer.state.max_steps:
             stop.exit_if_signalled(trainer.state)
-        trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
+        rows = len(trainer.train_dataset) if trainer.feed is None else trainer.feed.taken
+        trainer.card = lambda: model_card(config, trainer.state.log_history, rows)
         trainer.save_model()
         trainer.create_model_card()
 
@@ -78,6 +79,8 @@ def evaluate(config: Config) -> dict[str, float]:
     if trainer.is_fsdp_enabled:  # accelerate shards only models with an optimizer
         trainer.model = trainer.model_wrapped = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     metrics = trainer.evaluate()
+    if trainer.feed is not None:
+        trainer.feed.close()
     if trainer.rollouts is not None:
         trainer.rollouts.close()
     PartialState().destroy_process_group()

@@ -17,6 +17,7 @@ from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
 from upweight.methods.base import Method, required
 from upweight.models.reference import Reference
+from upweight.train.by_source import losses_by_source
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.packed_rows import PackedRow, RowPacker
@@ -41,6 +42,7 @@ class StepRunner:
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since the last log
     collects: list[str] = field(default_factory=list)  # names that `Method.collect` returns on any rank
+    sources: Sequence[str] = ()  # names of the datasets that a feed mixes
 
     def __post_init__(self) -> None:
         context = self.engine.context
@@ -51,7 +53,13 @@ class StepRunner:
         whole = not (self.accelerator.is_fsdp2 or self._under_zero)
         self.row_check = RowCheck(self.packer, self.dtype, gradients=whole)
 
-    def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
+    def train(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        known_counts: Mapping[str, float] | None = None,
+        sources: Sequence[int] | None = None,  # of the units, by number
+    ) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
         counts = self._counts(units, known_counts or {})  # those known span more than this step
         forwarded = units
@@ -76,6 +84,9 @@ class StepRunner:
                 self.accelerator.backward(loss)
             metered.append(metrics)
             total += loss.detach() / self.packer.context_size
+            if sources is not None and len(self.sources) > 1 and row.unit_numbers:
+                names = {number: self.sources[sources[number]] for number in row.unit_numbers}
+                metered.append(losses_by_source(self.method, out, row, forwarded, prepared=prepared, names=names))
         if checks and first and not self._under_zero:  # DeepSpeed keeps gradients elsewhere
             flows = any(all_gather_objects(gradients_flow(model)))
             if all(float(count) > 0 for count in counts.values()):

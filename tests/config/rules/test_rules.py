@@ -9,7 +9,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
-from upweight.config.rules import check, data, distill, ebft, keys, model, rollout, training
+from upweight.config.rules import check, data, distill, ebft, feeds, keys, model, rollout, training
 from upweight.errors import UserError
 
 WHOLE = {"base_model": "m", "datasets": [{"path": "d"}]}
@@ -24,6 +24,10 @@ HELD = {**WHOLE, "val_set_size": 2}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
 EIGHT = {"adapter": "lora", "load_in_8bit": True, "lora_target_linear": True}
 DPO = {**WHOLE, "rl": "dpo"}
+
+STREAM = {**WHOLE, "streaming": True, "max_steps": 5}
+TWO = {"base_model": "m", "max_steps": 5, "datasets": [{"path": "d", "weight": 1}, {"path": "e", "weight": 2}]}
+PLAIN_TWO = {**TWO, "datasets": [{"path": "d"}, {"path": "e"}], "mix": "interleave_over"}
 
 
 def scheduled(name, **arguments):
@@ -44,6 +48,29 @@ def guided(trl=None, **keys):
 
 
 BROKEN = {
+    "dataset_exact_deduplication: compares all": {**STREAM, "dataset_exact_deduplication": True},
+    "precompute_ref_log_probs: is not supported": {**STREAM, "rl": "dpo", "precompute_ref_log_probs": True},
+    "datasets[0].shards: a stream": {**STREAM, "datasets": [{"path": "d", "shards": 2}]},
+    "datasets[0].split: a stream": {**STREAM, "datasets": [{"path": "d", "split": "train[:5%]"}]},
+    "val_set_size: a share of a stream": {**STREAM, "val_set_size": 0.1},
+    "val_set_size: takes the first": {**STREAM, "val_set_size": 5, "datasets": [{"path": "d"}, {"path": "e"}]},
+    "curriculum_column: a stream": {**STREAM, "curriculum_column": "c"},
+    "dataset_shard_num: a stream": {**STREAM, "dataset_shard_num": 2},
+    "max_prompt_length: missing. The longest prompt of a stream": {
+        **STREAM, "rl": "grpo", "trl": {**GRPO["trl"], "use_vllm": True, "vllm_mode": "colocate"}
+    },
+    "datasets[0].weight: no effect": TWO,
+    "datasets[1].weight: missing": {**PLAIN_TWO, "datasets": [{"path": "d", "weight": 1}, {"path": "e"}]},
+    "mix_schedule: no effect": {**PLAIN_TWO, "mix": "concatenate", "mix_schedule": [{"step": 0, "weights": [1, 1]}]},
+    "mix_schedule: cannot be used": {**TWO, "mix": "interleave_over", "mix_schedule": [{"weights": [1, 1]}]},
+    "mix_schedule: needs 'max_steps'": {**PLAIN_TWO, "max_steps": None, "mix_schedule": [{"weights": [1, 1]}]},
+    "mix_schedule: steps begin": {**PLAIN_TWO, "mix_schedule": [{"step": 3, "weights": [1, 1]}]},
+    "mix_schedule[0].weights: 1 weights": {**PLAIN_TWO, "mix_schedule": [{"weights": [1]}]},
+    "mix_schedule[0].weights: numbers": {**PLAIN_TWO, "mix_schedule": [{"weights": [0, 0]}]},
+    "precompute_ref_log_probs: not with streams": {**PLAIN_TWO, "rl": "dpo", "precompute_ref_log_probs": True},
+    "ebft.mode: strided reads": {**STREAM, "rl": "ebft", "ebft": {"mode": "strided"}},
+    "trl.replay_buffer_size: not with": {**GRPO, **STREAM, "trl": {**GRPO["trl"], "replay_buffer_size": 8}},
+    "trl.reroll_start_fraction: not with": {**GRPO, **STREAM, "trl": {**GRPO["trl"], "reroll_start_fraction": 0.5}},
     "reward_model: cannot be used with 'rl'": {**WHOLE, "rl": "dpo", "reward_model": True},
     "base_model: missing": {"datasets": [{"path": "d"}]},
     "datasets: missing": {"base_model": "m"},
@@ -74,6 +101,11 @@ BROKEN = {
     "tools: there is no 'cpu'": {**GRPO, "tools": ["file.tool", "cpu"]},
     "use_onebitllms: every weight": {**WHOLE, **LORA, "use_onebitllms": True},
     "use_onebitllms: vLLM would": {**served(), "use_onebitllms": True},
+    "callbacks[0]: expected 'mine.Name'": {**WHOLE, "callbacks": [{"mine.A": {}, "mine.B": {}}]},
+    "optim_args: expected a mapping": {**WHOLE, "optimizer": "mine.Optimizer", "optim_args": "a=1"},
+    "cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for 'mine.f'": {
+        **scheduled("mine.f"), "cosine_min_lr_ratio": 0.1
+    },
     "adapter: qlora needs": {**WHOLE, **LORA, "adapter": "qlora"},
     "lora_model_dir: needs": {**WHOLE, "lora_model_dir": "x"},
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
@@ -281,7 +313,7 @@ def test_each_warning_rule_speaks_when_it_should(message):
 
 def test_every_rule_has_a_config_that_breaks_it():
     said = "\n".join([*map(error, BROKEN.values()), *(one for content in ODD.values() for one in notices(content))])
-    for module in (data, distill, ebft, keys, model, rollout, training):
+    for module in (data, distill, ebft, feeds, keys, model, rollout, training):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Yield) and not isinstance(node.value, ast.Tuple):
                 texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]

@@ -44,7 +44,11 @@ class DatasetSpec(Strict):
     ds_type: FileType | None = inner(None, "File type; else by the file name.")
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
-    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random.")
+    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random; of a stream, the first ones.")
+    streaming: bool | None = inner(
+        None, "Read and encode these rows while training; unset: as the key `streaming` says."
+    )
+    weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
     filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
     skip: int = inner(0, "Number of rows left out at the start.", ge=0)
     shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
@@ -78,6 +82,13 @@ class DatasetSpec(Strict):
     train_on_last_step_only: bool = inner(False, "Label the last step only, for process reward models.")
 
 
+class MixWeights(Strict):
+    """One entry of `mix_schedule`."""
+
+    step: int = inner(0, "Optimizer step from which these weights hold.", ge=0)
+    weights: list[float] = inner([], "One for each dataset, in proportion; 0 leaves a dataset out.")
+
+
 class DataSection(Section):
     """Training and evaluation data, and its preparation."""
 
@@ -99,6 +110,17 @@ class DataSection(Section):
     shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
     shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")
     shuffle_before_merging: bool = setting("shuffle_before_merging_datasets", False, "Shuffle datasets before merging.")
+    streaming: bool = setting("streaming", False, "Read and encode the training data while training, not before.")
+    buffer_size: PositiveInt = setting(
+        "streaming_buffer_size", 4096, "Rows of a stream that are shuffled together; 1: no shuffling."
+    )
+    mix: Literal["concatenate", "interleave_under", "interleave_over", "interleave_once"] = setting(
+        "mix", "concatenate", "How several datasets are joined; interleaved ones keep the proportion of their weights."
+    )
+    mix_schedule: list[MixWeights] = setting("mix_schedule", [], "Weights of the datasets from given steps on.")
+    curriculum_column: str | None = setting(
+        "curriculum_column", None, "Column with numbers by which rows are ordered, lowest first."
+    )
     curriculum: bool = setting("curriculum_sampling", False, "Train on the rows in their order, without shuffling.")
     sequence_len: PositiveInt = setting("sequence_len", 512, "Longest sequence in tokens, prompt included.")
     eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
+from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
@@ -22,6 +23,7 @@ from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.completion_source import CompletionSource, SingleTurn, WithDemonstrations
 from upweight.rollout.custom import CustomRollout
+from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.producer import Producer, Ranks
 from upweight.rollout.replay import ReplayBuffer, Reroll
@@ -92,7 +94,7 @@ def build_rollouts(
     config: Config,
     objects: Objects,
     policy: Policy,
-    rows: PromptRows,
+    prompts: PromptRows | RowFeed,
     rewards: Sequence[Reward],
     *,
     env_setup: EnvironmentSetup | None,
@@ -103,18 +105,19 @@ def build_rollouts(
     assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    _explain(method, section)
+    _log_what_to_watch(method, section, online_settings.zero_advantage_reasons)
     feature_matching = build_feature_matching(policy)
     sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
+    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
+    rows, order = _prompts(config, prompts, plan)
     backend = backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
-    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
     schedule = _schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
@@ -122,7 +125,7 @@ def build_rollouts(
         method=method,
         plan=plan,
         rows=rows,
-        order=PromptOrder(len(rows), config.optim.seed, shuffle=not config.data.curriculum),
+        order=order,
         completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
@@ -148,14 +151,22 @@ def build_rollouts(
     )
 
 
-def _explain(method: Method, section: RolloutSection) -> None:
-    """Log what may surprise about the loss and about completions without an advantage."""
-    online = method.online_settings
-    reasons = [] if online is None or method.strided else online.zero_advantage_reasons
+def _log_what_to_watch(method: Method, section: RolloutSection, forwarded_for: Sequence[str]) -> None:
+    """Log what the loss says, and for what completions without an advantage are forwarded."""
     if not method.evaluates_loss:
         logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and reasons:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(reasons))
+    if section.skip_zero_advantage and forwarded_for and not method.strided:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(forwarded_for))
+
+
+def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[PromptRows, PromptOrder | FedPrompts]:
+    """Return the prompts and their order; where the length of a stream is not known, an epoch is the run."""
+    if isinstance(rows, RowFeed):
+        completions = (config.optim.max_steps or 0) * plan.step_size // plan.iterations
+        fed = FedPrompts(rows, rows.epoch_rows or max(completions // plan.group_size, 1))
+        return fed, fed
+    ordered = config.data.curriculum or config.data.curriculum_column is not None
+    return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
 
 
 def _completion_source(

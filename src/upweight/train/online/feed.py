@@ -109,7 +109,10 @@ class RolloutFeed:
             self.ahead.submit(copy.copy(trainer_state))
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.group_size) : -(-stop // plan.group_size)]
-        return {"units": self.units[start:stop] + shown, "counts": self.counts}
+        units = self.units[start:stop]
+        if self.producer.method.reads_versions:
+            units = [_with_lag(unit, step) for unit in units]
+        return {"units": units + shown, "counts": self.counts}
 
     def sync(self, step: int) -> dict[str, float]:
         """Send the weights to the sampler, on every rank, since each may hold a shard; return the time as a metric."""
@@ -191,8 +194,8 @@ class RolloutFeed:
         if not (folder / STATE).is_file():
             raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run with rollouts wrote it.")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        self.ahead.replace(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         self.producer.restore(state["producer"])
+        self.ahead.replace(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         if state["current"] is None:
             self.current = None
             return
@@ -326,6 +329,12 @@ def _token_advantages(sample: Sample) -> NDArray[np.float32]:
 def _with_logps(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
     samples = [dataclasses.replace(one, **{name: values}) for one, values in zip(unit.samples, logps, strict=True)]
     return dataclasses.replace(unit, samples=tuple(samples))
+
+
+def _with_lag(unit: Unit, step: int) -> Unit:
+    """Return a unit whose tokens say how many optimizer steps ago they were sampled."""
+    known = [(one, step - one.versions) for one in unit.samples if one.versions is not None]
+    return dataclasses.replace(unit, samples=tuple(dataclasses.replace(one, lag=lag) for one, lag in known))
 
 
 def _means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:

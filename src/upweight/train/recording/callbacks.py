@@ -31,10 +31,12 @@ from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
+from upweight.train.loader import SaveFeed
 from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
 from upweight.train.recording.metrics import MetricsFile
+from upweight.train.recording.samples import samples_of_step
 from upweight.user_modules import CODE
 
 SHOWN_METRICS = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
@@ -294,9 +296,11 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
-    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(trainer.rows_of_step)]
+    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(partial(samples_of_step, trainer))]
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
+    if trainer.feed is not None and trainer.rollouts is None:
+        callbacks.append(SaveFeed(trainer.feed))
     if trainer.rollouts is not None:
         if trainer.is_world_process_zero():
             writes = config.rollout.log_completions or not objects.from_script
