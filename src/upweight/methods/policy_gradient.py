@@ -344,7 +344,7 @@ class PolicyGradient(Section):
             temperatures = self.sapo_temperature_pos, self.sapo_temperature_neg
             loss_T = correction_T * policy_losses.sapo(ratio_T, advantage_T, *temperatures)
         else:
-            metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
+            metrics |= policy_losses.clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
             loss_T = correction_T * policy_losses.clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
 
         if self.off_policy_mask_threshold is not None:
@@ -382,26 +382,3 @@ def is_sampled(batch: Batch) -> Tensor:
     if batch.label_S is None:
         return torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.sequence_T.device)
     return batch.label_S == 0
-
-
-def clip_metrics(
-    ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float, *, batch: Batch | None = None
-) -> dict[str, Metric]:
-    """Return the fractions of tokens whose gradient the clip removed; without a batch, values are of sequences."""
-    below_T = (ratio_T < 1 - low) & (advantage_T < 0)
-    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
-
-    def extreme(clipped_T: Tensor, sign: int) -> Extreme:
-        """Return the extreme of the sequences' shares."""
-        if batch is None:
-            return Extreme.over(clipped_T, sampled_T, sign)
-        scored_S = sequence_sum(sampled_T.float(), batch)
-        return Extreme.over(sequence_sum(clipped_T.float(), batch) / scored_S.clamp(min=1), scored_S > 0, sign)
-
-    return {
-        "clip_ratio/low_mean": Mean.over(below_T, sampled_T),
-        "clip_ratio/low_min": extreme(below_T, -1),
-        "clip_ratio/high_mean": Mean.over(above_T, sampled_T),
-        "clip_ratio/high_max": extreme(above_T, 1),
-        "clip_ratio/region_mean": Mean.over(below_T | above_T, sampled_T),
-    }
