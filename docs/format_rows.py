@@ -118,5 +118,11 @@ SHOWN: dict[str, list[FormatExample]] = {
             (("completion",), {"text": "A document, in strided mode."}),
             (("passthrough",), {"prompt": [USER], "ground_truth": ANSWER}),
         ],
+        "distill": [
+            (_TEMPLATE, {"messages": [USER, GOOD]}),
+            (("sharegpt",), {"conversations": _SHAREGPT}),
+            (("user_defined",), {"instruction": QUESTION, "input": "", "output": ANSWER}),
+            (("passthrough",), {"prompt": QUESTION, "completion": ANSWER, "teacher_id": "maths"}),
+        ],
     }.items()
 }

@@ -13,12 +13,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.settings import PositiveInt, Section, setting
+from upweight.settings import PositiveInt, Section, UserPath, setting
 
 
 class CallbackSection(Section):
-    """Limits, profiles and checkpoints between steps."""
+    """Limits, profiles and checkpoints between steps, and callbacks of yours."""
 
+    callbacks: list[UserPath | dict[str, dict[str, Any]]] = setting(
+        "callbacks",
+        [],
+        "Your subclasses of transformers.TrainerCallback: `mine.Name`, or `mine.Name: {option: value}`.",
+    )
     save_first_step: bool = setting("save_first_step", False, "Also save after step 1, to test that saving works.")
     loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop if the loss stays above this.", gt=0)
     loss_limit_patience: PositiveInt = setting(

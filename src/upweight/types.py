@@ -8,12 +8,13 @@ Tensor names end in their axes:
     R  reward functions                                  V  vocabulary
     D  hidden width                                      F  feature width
     C  classes of a score head                           2  (chosen, rejected)
+    K  tokens that a teacher lists                       E  hidden width of a teacher
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ class Sample:
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
+    versions: NDArray[np.float32] | None = None  # policy version that sampled each token
+    lag: NDArray[np.float32] | None = None  # optimizer steps since then
+    teacher_ids: NDArray[np.int64] | None = None  # [., K]: the tokens that a teacher listed, -1 where there are fewer
+    teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
 
     @property
@@ -51,6 +56,7 @@ class Unit:
     samples: tuple[Sample, ...]
     group: int = 0  # units of a group share a prefix; they are packed together where the token budget allows
     margin: float | None = None  # becomes Batch.margin_P
+    teacher: str | None = None  # the name of its teacher, where there are several
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +87,12 @@ class Batch:
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
+    version_T: Tensor | None = None  # Sample.versions
+    lag_T: Tensor | None = None  # Sample.lag
+    longest: int | None = None  # most scored tokens of a sequence, known without asking the device
+    teacher_ids_TK: Tensor | None = None  # the tokens that a teacher lists, -1 where there are fewer
+    teacher_logps_TK: Tensor | None = None  # their log-probs; minus infinity where there are fewer
+    teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on `device`."""
@@ -101,6 +113,23 @@ class Outputs:
     is_top_T: Tensor | None = None  # whether the scored token is the most likely one
     scores_TC: Tensor | None = None
     features_TF: Tensor | None = None
+    # Comparisons with a teacher, over the whole vocabulary or the tokens that it lists.
+    divergence_T: Tensor | None = None
+    forward_kl_T: Tensor | None = None
+    reverse_kl_T: Tensor | None = None
+    teacher_entropy_T: Tensor | None = None
+    agrees_T: Tensor | None = None  # whether both find the same token most likely
+    listed_logps_TK: Tensor | None = None  # the policy's log-probs of `Batch.teacher_ids_TK`
+    listed_tail_T: Tensor | None = None  # log of the mass that the policy gives all other tokens
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence from a teacher is computed, and the temperature of both models."""
+
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
+    beta: float = 0.5  # the teacher's share of the mixture in jsd
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +197,7 @@ class Completion:
     # Earlier segments: the chat template rewrote the history after each, so each is trained as a separate sequence.
     earlier: list["Completion"] = field(default_factory=list)
     failure: str | None = None  # the environment's error; the completion is not trained on
+    demonstration: bool = False  # the data's, in place of one that the policy would have sampled
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
 

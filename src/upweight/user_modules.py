@@ -26,7 +26,7 @@ OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).paren
 
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 PATH = re.compile(r"[^:]+\.py:\w+|[A-Za-z_]\w*(\.\w+)+")
-CODE: dict[str, dict[str, str]] = {}  # the user's files that this process loaded: path in the config -> file and digest
+CODE: dict[str, dict[str, str]] = {}  # the user's files that this process loaded: `module.name` -> file and digest
 
 
 def is_path(value: Any) -> bool:
@@ -49,12 +49,13 @@ def local_file(path: str, folder: Path) -> Path | None:
 
 def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
     """Return the function or class at a path; `key` is the config key for error messages."""
+    lead = f"{key}: " if key else ""
     file = local_file(path, folder)
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if ":" in path:
         if file is None:
             roots = " or ".join(map(str, dict.fromkeys((Path.cwd(), folder.resolve()))))
-            raise UserError(f"{key}: there is no file {module_name} in {roots}.")
+            raise UserError(f"{lead}there is no file {module_name} in {roots}.")
         module_name = file.stem
     try:
         with redirect_stdout(sys.stderr):
@@ -64,18 +65,19 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
             roots = list(dict.fromkeys((Path.cwd(), folder.resolve())))
             near = did_you_mean(module_name, [other.stem for root in roots for other in root.glob("*.py")])
             missing = f"no {module_name.replace('.', '/')}.py in {' or '.join(map(str, roots))}, and no such package"
-            raise UserError(f"{key}: there is no '{module_name}': {missing}.{near}") from error
-        raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
+            raise UserError(f"{lead}there is no '{module_name}': {missing}.{near}") from error
+        raise UserError(f"{lead}'{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise UserError(f"{key}: '{path}' cannot be imported: {describe_error(error)}") from error
+        raise UserError(f"{lead}'{path}' cannot be imported: {describe_error(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         public = {other: value for other, value in vars(module).items() if callable(value) and other[0] != "_"}
         known = [other for other, value in public.items() if getattr(value, "__module__", "") == module.__name__]
         hint = did_you_mean(name, public) or (f" It has {', '.join(known[:8])}." if known else "")
-        raise UserError(f"{key}: {file or module_name} has no function '{name}'.{hint}")
-    if file is not None and path not in CODE:  # what was imported, though the file may change during the run
-        CODE[path] = {"file": str(file), "digest": hashlib.sha256(file.read_bytes()).hexdigest()}
+        raise UserError(f"{lead}{file or module_name} has no function '{name}'.{hint}")
+    code = f"{module_name}.{name}"
+    if file is not None and code not in CODE:  # what was imported, though the file may change during the run
+        CODE[code] = {"file": str(file), "digest": hashlib.sha256(file.read_bytes()).hexdigest()}
     return function
 
 

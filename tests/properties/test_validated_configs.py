@@ -36,11 +36,13 @@ SCHEDULES = (
 
 def base(name: str) -> dict[str, Any]:
     """A small config of a method."""
-    method = METHODS[name]
+    method = METHODS[name]()
     content = {"base_model": "m", "datasets": [{"path": "d", "type": ROWS[method.data]}], "max_steps": 4}
     content |= CHOSEN.get(name, {"rl": name})
     if name == "ebft":
         content["ebft"] = {"mode": "structured"}
+    elif name == "distill":
+        content["distill"] = {"teacher": "t"}
     elif method.online:
         content["trl"] = {"reward_funcs": ["r.f"]}
     return content

@@ -321,6 +321,16 @@ def watch(
     run_watch(runs, port=port, open_it=open_it)
 
 
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="One of ours, or yours: mine.Method.")] = None,
+) -> None:
+    """List the training methods, or print the keys and needs of one."""
+    from upweight.cli.methods import run
+
+    run(name)
+
+
 @app.command("agent-docs")
 def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those listed without it.")] = None) -> None:
     """Print a reference page for coding agents."""

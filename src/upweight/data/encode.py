@@ -17,7 +17,7 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods.base import Method
-from upweight.user_modules import load_function, local_file
+from upweight.user_modules import load_function, local_file, source_of
 
 
 def build_encoder(  # noqa: PLR0917
@@ -43,6 +43,10 @@ def build_encoder(  # noqa: PLR0917
 def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Transform | None:
     """Load the user's transform if `type` is not a built-in format."""
     formats, name = FORMATS[setup.method.formats()], setup.entry.type
+    if name is None and (read_row := type(setup.method).read_row) is not None:
+        transform = Transform(lambda cfg: read_row, f"{setup.method.name}.read_row", cfg, index, setup.tokens.tokenizer)
+        transform.source_text = source_of(read_row)
+        return transform
     if not isinstance(name, str):
         return None
     file = local_file(name, folder) if "." in name else None

@@ -1,7 +1,7 @@
 """Examples that formats build from rows; `texts` list what needs token ids, `record` takes the ids of all of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
@@ -262,12 +262,26 @@ class Tokens:
         return Record({}, self.columns, setup.tokens.pinned(self.columns.get("prompt_ids", [])))
 
 
-Example = Completions | Steps | Prompt | Text | Segments | Pieces | Tokens
+@dataclass(frozen=True)
+class WithColumns:
+    """An example with further columns for its records."""
+
+    example: Text | Segments | Pieces | Tokens
+    columns: dict[str, Any]
+
+    def texts(self, setup: Setup) -> list[str]:
+        return self.example.texts(setup)
+
+
+Example = Completions | Steps | Prompt | Text | Segments | Pieces | Tokens | WithColumns
 Format = Callable[[Setup, Row], list[Example]]
 
 
 def records_of(example: Example, setup: Setup, ids: Ids) -> list[Record]:
     """Return the records that an example becomes, given the ids of its texts."""
+    if isinstance(example, WithColumns):
+        records = records_of(example.example, setup, ids)
+        return [replace(record, columns=record.columns | example.columns) for record in records]
     return example.records(setup, ids) if isinstance(example, Pieces) else [example.record(setup, ids)]
 
 

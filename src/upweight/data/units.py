@@ -23,7 +23,7 @@ def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
         matched = _paired_by_prompt(matched, rows) if compare else matched
         return matched + (_mismatched(rows, method.mismatched) if method.mismatched else [])
-    return [Unit((_marked(row),), number) for number, row in enumerate(rows)]
+    return [Unit((_marked(row),), number, teacher=row.get("teacher_id")) for number, row in enumerate(rows)]
 
 
 def _marked(row: Mapping[str, Any]) -> Sample:

@@ -5,13 +5,24 @@ import inspect
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
 from upweight.engine.context_parallel import ContextGroup, ShardedTree, require_shareable
+from upweight.engine.divergences import COMPARED, LISTED, Teacher, TeacherStates
 from upweight.engine.layout import choose_layout
-from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, run_head, token_statistics
+from upweight.engine.logits import (
+    STATISTICS,
+    WITHOUT_TEACHER,
+    HeadRequest,
+    LogitTransform,
+    logit_transform,
+    run_head,
+    token_statistics,
+)
 from upweight.engine.packing import Layout
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
@@ -19,7 +30,7 @@ from upweight.log import warn_once
 from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
 from upweight.models.patches import add_adapters_in_place, rope_row_lengths
-from upweight.types import Batch, Outputs
+from upweight.types import Batch, Divergence, Outputs
 
 
 class Engine:
@@ -61,13 +72,17 @@ class Engine:
         depths: tuple[float, ...] = (),
         feature_positions_T: Tensor | None = None,
         head: bool = True,
+        teacher: Teacher | None = None,
+        divergence: Divergence = WITHOUT_TEACHER,
     ) -> Outputs:
         """Run `model` (as wrapped for training) on a batch; return log-probs and `statistics`, or scores.
 
         `depths` adds hidden states, each at a fraction of the model's depth, at the scored positions or at
-        `feature_positions_T`; `head=False` computes nothing else.
+        `feature_positions_T`; `head=False` computes nothing else, and without depths the states below the head.
+        `teacher` and `divergence`: what the scored tokens are compared with, for the statistics of both.
         """
-        assert statistics <= set(STATISTICS), f"unknown statistics {sorted(statistics - set(STATISTICS))}"
+        unknown = statistics - {*STATISTICS, *COMPARED, *LISTED}
+        assert not unknown, f"unknown statistics {sorted(unknown)}"
         assert batch.end_BN is None or self.layout == "tree", "this architecture takes padded rows"
         names = ("ids_BN", "position_BN", "end_BN", "length_B", "source_T", "target_T")
         packed = {name: getattr(batch, name) for name in names} | {
@@ -77,8 +92,28 @@ class Engine:
             "depths": depths,
             "feature_positions_T": batch.source_T if feature_positions_T is None else feature_positions_T,
             "head": head,
+            "teacher": teacher,
+            "divergence": divergence,
         }
         return Outputs(**model(packed=packed))
+
+    def teacher_states(self, model: nn.Module, batch: Batch) -> TeacherStates:
+        """Return the states of a frozen model at the scored tokens, and what turns them into logits."""
+        base = unwrap_peft(model)
+        head, transform = base.get_output_embeddings(), base.__dict__.get("_logit_transform")
+        if head is None or transform is None:
+            raise UserError(
+                f"distill.teacher: the head of {type(base).__name__} is more than a projection: name another"
+            )
+        with torch.no_grad():
+            hidden_TE = self(model, batch, head=False).features_TF
+        assert hidden_TE is not None
+        project, weight = head.__dict__["_stock_forward"], getattr(head, "weight", None)
+        if isinstance(weight, DTensor):  # gathered once for all chunks, as ranks have different numbers of them
+            whole, bias = weight.full_tensor().to(hidden_TE.dtype), getattr(head, "bias", None)
+            whole_bias = bias.full_tensor().to(hidden_TE.dtype) if isinstance(bias, DTensor) else bias
+            project = functools.partial(F.linear, weight=whole, bias=whole_bias)
+        return TeacherStates(hidden_TE, project, transform, base.config.get_text_config().vocab_size)
 
 
 def _install(base: PreTrainedModel) -> None:
@@ -109,6 +144,8 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     scored = context.shard(packed["source_T"], length)
     featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
     local = {"source_T": scored.offset_I, "target_T": packed["target_T"][scored.computed_I]}
+    if packed["teacher"] is not None:
+        local["teacher"] = packed["teacher"].rows(scored.computed_I)
     out = _outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
 
@@ -117,7 +154,7 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
     """Compute this rank's outputs of a packed batch."""
     head = base.get_output_embeddings()
     transform: LogitTransform | None = base.__dict__.get("_logit_transform")
-    request = HeadRequest(transform or LogitTransform(), packed["temperature"], frozenset(packed["statistics"]))
+    request = _head_request(packed, transform or LogitTransform())
     if head is not None and transform is None and packed["head"] and not packed["depths"]:
         return _from_model_logits(base, packed, request)
     if head is None and packed["head"]:
@@ -130,12 +167,20 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
         states = body.hidden_states
         picked = [states[int(depth * (len(states) - 1))].flatten(0, 1) for depth in packed["depths"]]
         out["features_TF"] = torch.cat([state[packed["feature_positions_T"]] for state in picked], -1)
-    if not packed["head"]:
-        return out
-    assert head is not None
     hidden_TD = body[0].flatten(0, 1)[packed["source_T"]]
-    vocabulary = base.config.get_text_config().vocab_size
-    return out | head(hidden_TD, target=packed["target_T"], request=request, vocabulary=vocabulary)
+    if not packed["head"]:
+        return out or {"features_TF": hidden_TD}
+    assert head is not None
+    given = {"vocabulary": base.config.get_text_config().vocab_size, "teacher": packed["teacher"]}
+    return out | head(hidden_TD, target=packed["target_T"], request=request, **given)
+
+
+def _head_request(packed: dict[str, Any], transform: LogitTransform) -> HeadRequest:
+    """Return what the head computes at the scored tokens of a packed batch."""
+    teacher: Teacher | None = packed["teacher"]
+    teacher_transform = teacher.transform if isinstance(teacher, TeacherStates) else None
+    statistics, how = frozenset(packed["statistics"]), packed["divergence"]
+    return HeadRequest(transform, packed["temperature"], statistics, how, teacher_transform)
 
 
 def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
@@ -164,5 +209,9 @@ def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: H
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
-    statistics = token_statistics(logits.flatten(0, 1)[packed["source_T"]], packed["target_T"], request)
+    logits_TV, teacher = logits.flatten(0, 1)[packed["source_T"]], packed["teacher"]
+    if isinstance(teacher, TeacherStates):
+        logits_TV = logits_TV[:, : teacher.vocabulary]
+    given = None if teacher is None else teacher.values(logits_TV.shape[1])
+    statistics = token_statistics(logits_TV, packed["target_T"], request, given)
     return {name: statistics[name] for name in request.names}

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from upweight.engine.divergences import (
+    ONLY_MEASURED,
+    LogitTransform,
+    Teacher,
+    TeacherStates,
+    compared,
+    compared_gradient,
+    listed,
+    listed_gradient,
+)
 from upweight.models.modules import replaced_forwards
+from upweight.types import Divergence
 
 STATISTICS = ("entropy_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T", "is_top_T")
 _SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -19,19 +30,15 @@ _SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_
 _CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
 # Elements of projections that a forward may keep for its backward, which then need not be recomputed.
 _KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
+# Statistics that the backward reads, and those that have no gradient.
+_KEPT_STATISTICS = (
+    "log_sum_exp_T", "entropy_T", "log_collision_T", "teacher_log_sum_exp_T", "divergence_inner_T", "listed_tail_T",
+)  # fmt: skip
+_MEASURED = frozenset({"is_top_T"}) | ONLY_MEASURED
 _TOKEN_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
 
-@dataclass(frozen=True)
-class LogitTransform:
-    """Logits are `cap * tanh(scale * projection / cap)`; without a cap, `scale * projection`."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, projection: Tensor) -> Tensor:
-        scaled = projection if self.scale == 1.0 else projection * self.scale
-        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+WITHOUT_TEACHER = Divergence()
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class HeadRequest:
     transform: LogitTransform
     temperature: float = 1.0
     statistics: frozenset[str] = frozenset()
+    divergence: Divergence = WITHOUT_TEACHER  # from a teacher, where one is given
+    teacher_transform: LogitTransform | None = None  # of its projections; None: it lists tokens
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,9 +122,19 @@ def _candidates(config: Any) -> list[LogitTransform]:
     return [LogitTransform(scale, cap) for scale in scales for cap in caps]
 
 
-def token_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest) -> dict[str, Tensor]:
-    """Return the log-prob of each target and the requested statistics, in float32 at the temperature."""
+def token_statistics(
+    projected_TV: Tensor, target_T: Tensor, request: HeadRequest, teacher: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the log-prob of each target and the requested statistics, in float32 at the temperature.
+
+    `teacher`: its projections of the same tokens, or the ids that it lists.
+    """
     logits = request.transform(projected_TV.float())
+    out: dict[str, Tensor] = {}
+    if teacher is not None and request.teacher_transform is None:
+        out = listed(logits, teacher, request.divergence)
+    elif teacher is not None and request.teacher_transform is not None:
+        out = compared(logits, request.teacher_transform(teacher.float()), request.divergence)
     if request.temperature != 1.0:
         logits = logits / request.temperature
     # one exponential serves all: on a CPU it costs more than everything else here
@@ -123,7 +142,8 @@ def token_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadReques
     shifted_TV = torch.exp(logits - top_T[:, None])
     total_T = shifted_TV.sum(-1)
     log_sum_exp_T = total_T.log() + top_T
-    out = {"logps_T": logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T, "log_sum_exp_T": log_sum_exp_T}
+    out["logps_T"] = logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T
+    out["log_sum_exp_T"] = log_sum_exp_T
     if "entropy_T" in request.statistics:
         out["entropy_T"] = log_sum_exp_T - (shifted_TV * logits).sum(-1) / total_T
     if "mean_logit_T" in request.statistics:
@@ -136,7 +156,13 @@ def token_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadReques
 
 
 def token_gradient(
-    projected_TV: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
+    projected_TV: Tensor,
+    target_T: Tensor,
+    request: HeadRequest,
+    known: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    *,
+    teacher: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's statistics and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
@@ -166,9 +192,16 @@ def token_gradient(
         grad_TV = torch.where(column_V == target_T[:, None], grad_TV + to_logp[:, None], grad_TV)
     else:
         grad_TV.scatter_add_(1, target_T[:, None], to_logp[:, None])
+    if request.temperature != 1.0:
+        grad_TV.mul_(1 / request.temperature)
+    if teacher is not None and request.teacher_transform is None:
+        grad_TV += listed_gradient(capped, teacher, request.divergence, known, grads)
+    elif teacher is not None and request.teacher_transform is not None and "divergence_T" in grads:
+        compared_with = request.teacher_transform(teacher.float())
+        grad_TV += compared_gradient(capped, compared_with, request.divergence, known, grads["divergence_T"])
     if request.transform.cap is not None:
         grad_TV *= 1 - (capped / request.transform.cap) ** 2
-    factor = request.transform.scale / request.temperature
+    factor = request.transform.scale
     return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
 
 
@@ -179,45 +212,71 @@ def run_head(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     if request is None:
         return stock(hidden, *args, **kwargs)
     target_T: Tensor = kwargs["target"]
+    teacher: Teacher | None = kwargs.get("teacher")
+    width: int = kwargs["vocabulary"]
+    # Rows that pad only one of two vocabularies are no tokens: both are compared on those that they share.
+    shared = min(width, teacher.vocabulary) if isinstance(teacher, TeacherStates) else width
     if isinstance(self, nn.Linear) and type(self).forward is nn.Linear.forward:
-        return linear_statistics(hidden, self.weight, self.bias, target_T, request)
-    return module_statistics(stock, kwargs["vocabulary"], hidden, target_T, request)
+        weight, bias = self.weight, self.bias
+        if shared < width:
+            weight, bias = weight[:shared], None if bias is None else bias[:shared]
+        return linear_statistics(hidden, weight, bias, target_T, request, teacher=teacher)
+    project = (lambda states: stock(states)[:, :shared]) if shared < width else stock
+    return module_statistics(project, shared, hidden, target_T, request, teacher=teacher)
 
 
 def linear_statistics(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, request: HeadRequest
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    request: HeadRequest,
+    *,
+    teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """Compute statistics through a plain linear layer, trained or frozen."""
     kind = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
-    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request))
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request, teacher))
     assert isinstance(outs, tuple)
     return dict(zip(request.names, outs, strict=True))
 
 
 def module_statistics(
-    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, request: HeadRequest
+    project: Callable[[Tensor], Tensor],
+    vocabulary: int,
+    hidden_TD: Tensor,
+    target_T: Tensor,
+    request: HeadRequest,
+    *,
+    teacher: Teacher | None = None,
 ) -> dict[str, Tensor]:
     """Compute statistics through any projection (an adapted or quantized head), each chunk checkpointed."""
 
-    def chunk_statistics(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        statistics = token_statistics(project(hidden), target, request)
+    def chunk_statistics(hidden: Tensor, target: Tensor, start: int) -> tuple[Tensor, ...]:
+        given = None if teacher is None else teacher.rows(slice(start, start + len(hidden))).values(vocabulary)
+        statistics = token_statistics(project(hidden), target, request, given)
         return tuple(statistics[name] for name in request.names)
 
+    chunks = _chunks(hidden_TD, vocabulary * (1 if teacher is None else 2), hidden_TD, target_T)
+    starts = range(0, len(hidden_TD), max(1, len(chunks[0][0])))
     parts = [
-        checkpoint(chunk_statistics, hidden, target, use_reentrant=False)
-        for hidden, target in zip(*_chunks(hidden_TD, vocabulary, hidden_TD, target_T), strict=True)
+        checkpoint(chunk_statistics, hidden, target, start, use_reentrant=False)
+        for hidden, target, start in zip(*chunks, starts or [0], strict=True)
     ]
     return {name: torch.cat(column) for name, column in zip(request.names, zip(*parts, strict=True), strict=True)}
 
 
 def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
     """Split each tensor into the same chunks of rows, such that a chunk of projections stays within its limit."""
+    return [x.split(chunk_rows(like, width)) for x in rows]
+
+
+def chunk_rows(like: Tensor, width: int) -> int:
+    """Return how many rows of so many columns a chunk on this device holds."""
     limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
     count = max(1, limit // width)
-    if like.is_cuda:
-        count = max(_TOKEN_STEP, count // _TOKEN_STEP * _TOKEN_STEP)
-    return [x.split(count) for x in rows]
+    return max(_TOKEN_STEP, count // _TOKEN_STEP * _TOKEN_STEP) if like.is_cuda else count
 
 
 class _LinearStatistics(torch.autograd.Function):
@@ -225,36 +284,39 @@ class _LinearStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: tuple[Tensor, HeadRequest]
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        target_T, request = targets
+        target_T, request, teacher = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
         kernel = _kernel(token_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
         budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
-        ctx.projected = []
+        ctx.projected, ctx.teacher, ctx.width = [], teacher, len(weight_VD) * (1 if teacher is None else 2)
+        start = 0
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
+            for hidden, target in zip(*_chunks(hidden_TD, ctx.width, hidden_TD, target_T), strict=True):
                 projected = project(_padded(hidden))
-                for name, value in kernel(projected, _padded(target), request).items():
+                given = _given(teacher, start, len(hidden), len(weight_VD))
+                for name, value in kernel(projected, _padded(target), request, given).items():
                     parts.setdefault(name, []).append(value[: len(hidden)])
-                budget -= projected.numel()
+                budget -= projected.numel() * (1 if teacher is None else 2)
                 if budget >= 0:
-                    ctx.projected.append(projected)
+                    ctx.projected.append((projected, given))
+                start += len(hidden)
         statistics = {name: torch.cat(values) for name, values in parts.items()}
-        kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in statistics]
+        kept = [name for name in _KEPT_STATISTICS if name in statistics]
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(statistics[name] for name in kept))
         ctx.request, ctx.kept = request, kept
         ctx.set_materialize_grads(False)
-        if "is_top_T" in request.names:
-            ctx.mark_non_differentiable(statistics["is_top_T"])
+        ctx.mark_non_differentiable(*(statistics[name] for name in _MEASURED if name in request.names))
         return tuple(statistics[name] for name in request.names)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, target_T, *kept = ctx.saved_tensors
         reached = {name: grad for name, grad in zip(ctx.request.names, grad_outputs, strict=True) if grad is not None}
-        reached.pop("is_top_T", None)
+        for name in _MEASURED:
+            reached.pop(name, None)
         reached.setdefault("logps_T", torch.zeros_like(kept[0]))
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         project = _projection(hidden_TD, weight_VD, bias_V)
@@ -267,13 +329,17 @@ class _LinearStatistics(torch.autograd.Function):
         start = 0
         # The forward chose the dtypes, which autocast would change.
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
+            for hidden, target, *rest in zip(*_chunks(hidden_TD, ctx.width, *columns), strict=True):
                 rows = len(hidden)
                 values = [_padded(value) for value in rest]
                 statistics = dict(zip(ctx.kept, values, strict=False))
                 grads = dict(zip(reached, values[len(kept) :], strict=True))
-                projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
-                grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads)[:rows]
+                if ctx.projected:
+                    projected, given = ctx.projected.pop(0)
+                else:
+                    projected = project(_padded(hidden))
+                    given = _given(ctx.teacher, start, rows, len(weight_VD))
+                grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads, teacher=given)[:rows]
                 if grad_hidden is not None:
                     torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
                 if grad_weight is not None:
@@ -284,6 +350,11 @@ class _LinearStatistics(torch.autograd.Function):
         to_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         to_bias = None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype)
         return grad_hidden, to_weight, to_bias, None
+
+
+def _given(teacher: Teacher | None, start: int, rows: int, columns: int) -> Tensor | None:
+    """Return what a teacher gives for a chunk of scored tokens."""
+    return None if teacher is None else _padded(teacher.rows(slice(start, start + rows)).values(columns))
 
 
 def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:

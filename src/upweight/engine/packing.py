@@ -87,6 +87,11 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
         sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
         ref_logps_T=_joined([s.ref_logps for s in samples], kept, torch.float32),
+        version_T=_joined([None if s.lag is None else s.versions for s in samples], kept, torch.float32),
+        lag_T=_joined([s.lag for s in samples], kept, torch.float32),
+        longest=max(map(len, scored), default=0),
+        teacher_ids_TK=_joined([s.teacher_ids for s in samples], kept, torch.int64),
+        teacher_logps_TK=_joined([s.teacher_logps for s in samples], kept, torch.float32),
     )
 
 

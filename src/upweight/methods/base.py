@@ -1,15 +1,17 @@
 """The interface of training methods: settings, requirements, and pure functions from log-probs to sums."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
-from upweight.types import Batch, Loss, Mean, Outputs, Sample
+from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class OnlineSettings(Protocol):
         ...
 
 
+KINDS = ("text", "pairs", "labelled", "steps", "prompts")  # of rows
+
+
 class Method(Section, ABC):
     """A training method. It never divides by a count, communicates with other ranks or reads a value off the device."""
 
@@ -51,12 +56,39 @@ class Method(Section, ABC):
     computed_rewards: ClassVar[tuple[str, ...]] = ()  # names of rewards that the method computes itself
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
+    evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
     def needs_reference(self) -> bool:
         """Whether `loss` reads the reference's log-probs."""
         return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether scored tokens are compared with those of another model."""
+        return False
+
+    @property
+    def comparison(self) -> Divergence:
+        """How scored tokens are compared with a teacher's, where `statistics` ask for it."""
+        return Divergence()
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """The tokens that a teacher lists for the comparison; None: it compares the whole vocabulary."""
+        return None
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether an online method learns from rewards; without, completions need none."""
+        return True
+
+    @property
+    def demonstration_share(self) -> float:
+        """Share of prompts that keep the data's completion where others are sampled."""
+        return 0.0
 
     @property
     def needs_kl_in_reward(self) -> bool:
@@ -67,6 +99,16 @@ class Method(Section, ABC):
     def precomputes_reference(self) -> bool:
         """Whether the reference's log-probs are computed once, before training."""
         return False
+
+    @property
+    def reads_versions(self) -> bool:
+        """Whether `loss` reads `version_T` and `lag_T`."""
+        return False
+
+    @property
+    def advantage_function(self) -> Call | None:
+        """The user's function that takes the place of `advantages`; None where there is none."""
+        return None
 
     @property
     def reference_sync(self) -> ReferenceSync | None:

@@ -63,6 +63,10 @@ class EBFT(PolicyGradient, Method):
 
     @model_validator(mode="after")
     def _samples_can_differ(self) -> "EBFT":
+        if self.advantage_function is not None:
+            raise ValueError(
+                "trl.advantage_estimator: features are rewards of EBFT's own; choose ebft.advantage_estimator"
+            )
         if self.strided and self.n_samples_per_prompt > 1 and 0 in (self.temperature, self.top_p):
             key = "temperature" if self.temperature == 0 else "top_p"
             raise ValueError(f"ebft.{key}: at 0 all samples of a block are alike, and nothing is learned from them")

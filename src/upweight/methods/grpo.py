@@ -24,6 +24,11 @@ class GRPO(RewardToGo, PolicyGradient, Method):
     def _policy_fits_aggregation(self) -> "GRPO":
         if self.scales_each_reward:
             self.refuse_for_decoupled_rewards("set trl.multi_objective_aggregation: sum_then_normalize")
+        call = self.advantage_function
+        if self.reward_to_go and call is not None and "rewards_to_go" not in call.asks:
+            raise ValueError(
+                f"trl.reward_to_go: no effect, since '{call.function.name}' does not ask for 'rewards_to_go'"
+            )
         return self
 
     @property

@@ -1,14 +1,19 @@
 """The policy gradient that the online methods share: clipped ratios, KL, entropy and corrections for stale samples."""
 
-from typing import ClassVar, Literal, Self
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from upweight.errors import UserError
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
 from upweight.methods.formulas import policy_losses
 from upweight.methods.formulas.advantages import Scale
+from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
+from upweight.methods.users.policy import ADVANTAGES, ESTIMATOR, LOSS, policy_term, refuse_unread
+from upweight.methods.users.terms import POLICY
 from upweight.settings import Section, setting
 from upweight.types import Batch, Extreme, Loss, Mean, Metric, Outputs, Sample
 
@@ -40,15 +45,16 @@ class PolicyGradient(Section):
         "trl.mask_truncated_completions", False, "Leave completions that hit the length limit out of the loss."
     )
     beta: float = setting("trl.beta", 0.0, "Weight of the KL; 0 needs no reference model.", also=("rl_beta",), ge=0)
-    loss_type: LossType = setting("trl.loss_type", "dapo", "Form of the token loss and of its average.")
+    loss_type: LossType | UserFunction = setting(LOSS, "dapo", "Token loss and its average; or your function.")
+    method_args: dict[str, Any] = setting(OPTIONS, {}, OPTIONS_HELP)
     epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
     epsilon_high: float | None = setting("trl.epsilon_high", None, "Clip above a ratio of 1; unset: epsilon.", ge=0)
     delta: float | None = setting("trl.delta", None, "Bound of ratios at negative advantages; unset means none.", gt=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
     )
-    advantage_estimator: Literal["group", "rloo"] = setting(
-        "trl.advantage_estimator", "group", "Baseline: the group's mean, scaled, or the others' mean, unscaled (rloo)."
+    advantage_estimator: Literal["group", "rloo"] | UserFunction = setting(
+        ESTIMATOR, "group", "Baseline: the group's mean, scaled; the others' mean, unscaled (rloo); or your function."
     )
     scale_rewards: bool | Literal["group", "batch", "none"] = setting(
         "trl.scale_rewards", "group", "Divide advantages by the deviation of group (true) or batch, or not (false)."
@@ -105,7 +111,19 @@ class PolicyGradient(Section):
             )
         if self.sampler_correction_floor is not None and self.sampler_correction_floor > self.sampler_correction_cap:
             raise ValueError("trl.vllm_importance_sampling_clip_min must not be above trl.vllm_importance_sampling_cap")
+        if call := self.calls.get(LOSS):
+            refuse_unread(self, call)
         return self
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The user's loss and advantages, by their keys."""
+        functions = [(LOSS, self.loss_type, POLICY), (ESTIMATOR, self.advantage_estimator, ADVANTAGES)]
+        return bind(functions, self.method_args, type(self).model_fields)
+
+    @property
+    def advantage_function(self) -> Call | None:
+        return self.calls.get(ESTIMATOR)
 
     @property
     def online_settings(self) -> Self:
@@ -117,7 +135,23 @@ class PolicyGradient(Section):
 
     @property
     def needs_reference(self) -> bool:
-        return self.beta > 0
+        return self.adds_kl or self.needs_kl_in_reward or self._loss_asks("ref_logps")
+
+    @property
+    def adds_kl(self) -> bool:
+        """Whether the KL is added to the loss; a user's loss that asks for `beta` has it already."""
+        return self.beta > 0 and not self._loss_asks("beta")
+
+    @property
+    def needs_kl_in_reward(self) -> bool:
+        return self.advantage_function is not None and "log_ratio" in self.advantage_function.asks
+
+    @property
+    def reads_versions(self) -> bool:
+        return self._loss_asks("versions", "lag")
+
+    def _loss_asks(self, *names: str) -> bool:
+        return LOSS in self.calls and any(name in self.calls[LOSS].asks for name in names)
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
@@ -145,8 +179,9 @@ class PolicyGradient(Section):
 
     def refuse_for_decoupled_rewards(self, otherwise: str) -> None:
         """Raise for settings without effect where each reward is normalised separately; `otherwise` is the remedy."""
-        if self.advantage_estimator == "rloo":
-            raise ValueError(f"trl.advantage_estimator: rloo has no place where rewards are normalised; {otherwise}")
+        if self.advantage_estimator != "group":
+            name = self.advantage_estimator
+            raise ValueError(f"trl.advantage_estimator: {name} has no place where rewards are normalised; {otherwise}")
         if self.reward_scale != "group":
             raise ValueError(
                 f"trl.scale_rewards: {self.reward_scale} has no effect where each reward is divided by the deviation "
@@ -156,9 +191,8 @@ class PolicyGradient(Section):
     def count(self, batch: Batch) -> dict[str, Tensor]:
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
-        denominator = DENOMINATOR[self.loss_type]
         sequences = (sampled_S if batch.share_S is None else sampled_S * batch.share_S).sum().float()
-        counts = {denominator: sequences if denominator == "sequences" else tokens}
+        counts = {name: sequences if name == "sequences" else tokens for name in self._denominators}
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
@@ -167,9 +201,16 @@ class PolicyGradient(Section):
         )
 
     @property
+    def _denominators(self) -> tuple[str, ...]:
+        """What terms are divided by; those of a user's loss by either, as it returns them."""
+        return ("rollout_tokens", "sequences") if LOSS in self.calls else (DENOMINATOR[str(self.loss_type)],)
+
+    @property
     def zero_advantage_reasons(self) -> list[str]:
         """The settings that require a forward of completions without an advantage too."""
+        loss = self.calls[LOSS].function.function if LOSS in self.calls else None
         enabled = {
+            LOSS: loss is not None and not getattr(loss, "skip_zero_advantage", False),
             "trl.beta": self.beta > 0,
             "trl.entropy_coef": self.entropy_coef > 0,
             "trl.top_entropy_quantile": self.needs_preparation,
@@ -207,7 +248,15 @@ class PolicyGradient(Section):
             log_ratio_T = mean_T if batch.advantage_T is None else mean_T.detach() + logps_T - logps_T.detach()
         ratio_T = log_ratio_T.exp()
         correction_T, metrics = self._sampler_correction(old_T, batch)
-        loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
+        by_sequence = self.loss_type in ("grpo", "sapo")
+        if call := self.calls.get(LOSS):
+            loss_T, by_sequence, more_metrics = policy_term(
+                call, self, out, batch, is_sampled(batch), old_T, correction_T
+            )
+            if by_sequence and self.needs_preparation:
+                raise UserError("trl.top_entropy_quantile: picks tokens, and your loss returns a term by sequence.")
+        else:
+            loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
         metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
 
@@ -215,19 +264,20 @@ class PolicyGradient(Section):
         if self.needs_preparation:
             top_T = sampled_T & (required(out.entropy_T) >= prepared["entropy_threshold"])
         loss_T = torch.where(top_T, loss_T, 0.0)
-        if self.beta:
+        if self.adds_kl:
             kl_T = policy_losses.reference_kl(logps_T, required(out.ref_logps_T))
             metrics["kl"] = Mean.over(kl_T, sampled_T)
             loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
-        if self.loss_type in ("grpo", "sapo"):
+        if by_sequence:
             length_S = sequence_length(batch)
             # Segments of one completion have one mean over all their tokens.
             length_S = length_S if batch.share_S is None else length_S / batch.share_S.clamp(min=1e-9)
             loss_T = loss_T / length_S[batch.sequence_T]
         if self.loss_type == "dr_grpo":
             loss_T = loss_T / self.max_completion_length
-        sums = {DENOMINATOR[self.loss_type]: loss_T.sum()}
+        sums = {name: 0 * loss_T.sum() for name in self._denominators}
+        sums[self._denominators[by_sequence and len(sums) > 1]] = loss_T.sum()
         if self.entropy_coef:
             bonus = self.entropy_coef * (required(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
             sums["tokens"] = sums.get("tokens", 0.0) - bonus

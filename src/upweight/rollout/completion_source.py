@@ -1,8 +1,10 @@
 """What fills groups with completions, and the source that a run without an environment has."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
@@ -35,3 +37,36 @@ class SingleTurn(CompletionSource):
         by_prompt = self.generator.generate(prompts, count, sampling, take if done is not None else None)
         for group, completions in zip(groups, by_prompt, strict=True):
             group.completions = completions
+
+
+@dataclass
+class WithDemonstrations(CompletionSource):
+    """Keeps the data's completion for a share of the prompts, and leaves the others to another source."""
+
+    source: CompletionSource
+    share: float
+
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
+        numbers = range(sampling.first, sampling.first + len(groups))
+        # Drawn by the place in the rollout, so that any number of ranks keeps the same.
+        kept = [np.random.default_rng((sampling.seed or 0, number, 1)).random() < self.share for number in numbers]
+        for group in (group for group, keeps in zip(groups, kept, strict=True) if keeps):
+            ids = list(group.row["truth_ids"][0])[: sampling.max_new_tokens]
+            finished = len(ids) == len(group.row["truth_ids"][0])
+            group.completions = [Completion(ids, [], [], finished, demonstration=True)] * count
+        left = [index for index, keeps in enumerate(kept) if not keeps]
+        if left:
+            seeds = tuple(_seed(sampling, numbers[index], member) for index in left for member in range(count))
+            sampled = replace(sampling, seeds=seeds)
+            take = None if done is None else lambda index: done(left[index])
+            self.source([groups[index] for index in left], count, sampled, take)
+        if done is not None:
+            for index in (index for index, keeps in enumerate(kept) if keeps):
+                done(index)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def _seed(sampling: Sampling, number: int, member: int) -> int:
+    return int(np.random.SeedSequence((sampling.seed or 0, number, member)).generate_state(1)[0])

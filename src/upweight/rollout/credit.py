@@ -17,7 +17,7 @@ def credit_tokens(groups: Sequence[Group], group_S: Tensor, method: Method, disc
     advantage_ST = method.advantages(rewards_to_go(groups, discount), group_S)
     rows = iter(advantage_ST.tolist())
     for group in groups:
-        group.completions = [_credited(one, next(rows)) for one in group.completions]
+        group.completions = [credited(one, next(rows)) for one in group.completions]
 
 
 def rewards_to_go(groups: Sequence[Group], discount: float) -> Tensor:
@@ -26,24 +26,23 @@ def rewards_to_go(groups: Sequence[Group], discount: float) -> Tensor:
     rewards = [group.rewards_SR for group in groups if group.rewards_SR is not None]
     rewards_SR = torch.cat(rewards).double()
     last_S = torch.tensor(lengths) - 1
-    count, functions = rewards_SR.shape
-    values_SRT = torch.zeros(count, functions, max(lengths, default=1), dtype=torch.float64)
-    values_SRT.scatter_(2, last_S[:, None, None].expand(count, functions, 1), rewards_SR[..., None])
+    values_TSR = torch.zeros(max(lengths, default=1), *rewards_SR.shape, dtype=torch.float64)
+    values_TSR[last_S, torch.arange(len(last_S))] = rewards_SR
     start = 0
     for group in groups:
         for (number, reward), credit in group.credits.items():
-            row_T = values_SRT[start + number, reward].zero_()
-            ends, values = zip(*credit, strict=True) if credit else ((), ())
-            row_T.index_add_(0, torch.tensor(ends, dtype=torch.int64) - 1, torch.tensor(values, dtype=torch.float64))
+            row_T = values_TSR[:, start + number, reward].zero_()
+            pair_X2 = torch.tensor(credit, dtype=torch.float64).view(-1, 2)
+            row_T.index_add_(0, pair_X2[:, 0].long() - 1, pair_X2[:, 1])
         start += len(group.completions)
-    for position in range(values_SRT.shape[2] - 2, -1, -1):
-        values_SRT[..., position] += discount * values_SRT[..., position + 1]
-    held_ST = torch.minimum(torch.arange(values_SRT.shape[2]), last_S[:, None])
-    return values_SRT.gather(2, held_ST[:, None].expand_as(values_SRT))
+    for position in range(len(values_TSR) - 2, -1, -1):
+        values_TSR[position].add_(values_TSR[position + 1], alpha=discount)
+    held_TS = torch.minimum(torch.arange(len(values_TSR))[:, None], last_S)
+    return values_TSR.gather(0, held_TS[..., None].expand_as(values_TSR)).permute(1, 2, 0)
 
 
-def _credited(one: Completion, values: list[float]) -> Completion:
+def credited(one: Completion, values: list[float]) -> Completion:
     """Return a completion with these advantages of its tokens; earlier segments have that of the first token."""
     written = len(one.written)
-    earlier = [_credited(segment, values[:1] * len(segment.written)) for segment in one.earlier]
+    earlier = [credited(segment, values[:1] * len(segment.written)) for segment in one.earlier]
     return replace(one, advantages=[0.0] * one.prompt_len + values[:written], earlier=earlier)

@@ -24,6 +24,7 @@ from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.scoring import assign_rewards, reward_call
 from upweight.rollout.summary import has_signal, join_metrics, summary
+from upweight.rollout.user_advantages import add_user_advantages
 from upweight.types import Group, Prompts, Sampling
 
 
@@ -222,6 +223,9 @@ class Producer:
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
         if compared is not None:
             group_S = torch.arange(len(rewards_SR)) // compared
+        if (call := self.method.advantage_function) is not None:
+            add_user_advantages(call, groups, group_S, self.method, log_ratio_S)
+            return
         advantage_S = self.method.advantages(rewards_SR, group_S, log_ratio_S)
         for group, group_advantage_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = group_advantage_S

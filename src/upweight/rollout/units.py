@@ -28,17 +28,26 @@ def units_of_groups(
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             masked = mask_truncated and not completion.finished
             segments = [
-                _sample(group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps)
+                _sample(
+                    group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps, version=group.version
+                )
                 for segment in completion.segments
             ]
             tokens = [int(segment.loss_mask.sum()) for segment in segments]
             shares = [count / sum(tokens) if sum(tokens) else 1 / len(segments) for count in tokens]
             parts = zip(segments, shares, strict=True)
-            units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), group_index))
-    failures = [completion.failure is not None for group in groups for completion in group.completions]
-    if any(failures) or labelled:
-        units = [_labelled(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
+            samples = tuple(replace(segment, share=share) for segment, share in parts)
+            units.append(Unit(samples, group_index, teacher=group.row.get("teacher_id")))
+    labels = [_label(completion) for group in groups for completion in group.completions]
+    if any(labels) or labelled:
+        units = [_labelled(unit, label) for unit, label in zip(units, labels, strict=True)]
     return units
+
+
+def _label(completion: Completion) -> int:
+    if completion.failure is not None:
+        return FAILED
+    return DEMONSTRATION if completion.demonstration else SAMPLED
 
 
 def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:
@@ -67,7 +76,13 @@ def _labelled(unit: Unit, label: int) -> Unit:
 
 
 def _sample(
-    prompt: Sequence[int], completion: Completion, advantage: float, *, masked: bool = False, with_logps: bool = False
+    prompt: Sequence[int],
+    completion: Completion,
+    advantage: float,
+    *,
+    masked: bool = False,
+    with_logps: bool = False,
+    version: int = 0,
 ) -> Sample:
     length = len(completion.ids)
     sampled = np.full(length, not masked)
@@ -76,10 +91,12 @@ def _sample(
     logps = None
     if with_logps and len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]
+    versions = completion.versions if len(completion.versions) == length else [version] * length
     return Sample(
         ids=np.array([*prompt, *completion.ids], np.int64),
         loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
         sampler_logps=logps,
+        versions=np.array(versions, np.float32)[sampled],
         token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
     )

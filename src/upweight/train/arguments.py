@@ -12,17 +12,20 @@ from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
 from upweight.config.sections.run import TrackingSection
+from upweight.config.sections.training import OptimSection
 from upweight.errors import UserError
 from upweight.models.precision import Sharding
 from upweight.settings import values_by_path
 from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
+from upweight.user_modules import is_path
 
 DEFAULT_SAVE_STEPS = 500  # of transformers
 # Optimizers for which transformers has a longer name only.
 LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
 # Keys with the name of an argument that are used elsewhere.
 NOT_PASSED_ON = {"deepspeed", "fsdp", "gradient_checkpointing_kwargs", "resume_from_checkpoint"}
+NOT_PASSED_ON |= {"optim_args", "lr_scheduler_kwargs"}
 TRACKER_VARIABLES = {
     **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
     "MLFLOW_TRACKING_URI": "mlflow_uri",
@@ -42,20 +45,16 @@ def training_arguments(
     """Return the arguments of the loop, from a config or from the `script_args` of a trainer."""
     if script_args is not None:
         return _script_arguments(config, script_args, sharding, dtype)
-    optim, run, extra = config.optim, config.run, config.optim.optimizer_args
+    optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
     metric, more_is_better = _comparison(config)
-    plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
     tf32 = is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
     arguments = _passed_on(config)
     arguments |= dict(
         per_device_eval_batch_size=optim.eval_batch_size or step_size(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
-        optim=LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer),
-        optim_args=",".join(f"{key}={value}" for key, value in extra.items()) if isinstance(extra, dict) else extra,
-        lr_scheduler_type=optim.scheduler,
-        lr_scheduler_kwargs=plateau | optim.scheduler_args,
+        **_optimizer_arguments(optim, more_is_better=more_is_better),
         warmup_steps=_warmup(config, total),
         data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
@@ -78,6 +77,20 @@ def training_arguments(
         return TrainingArguments(**arguments)
     except ValueError as error:
         raise UserError(f"transformers does not take these settings together: {error}") from error
+
+
+def _optimizer_arguments(optim: OptimSection, *, more_is_better: bool | None) -> dict[str, Any]:
+    """Return optimizer and schedule; those of the user's, which `user_code.py` builds, have none."""
+    arguments: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    if not is_path(optim.optimizer):
+        extra = optim.optimizer_args
+        arguments["optim"] = LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer)
+        is_mapping = isinstance(extra, dict)
+        arguments["optim_args"] = ",".join(f"{key}={value}" for key, value in extra.items()) if is_mapping else extra
+    if not is_path(optim.scheduler):
+        plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
+        arguments |= {"lr_scheduler_type": optim.scheduler, "lr_scheduler_kwargs": plateau | optim.scheduler_args}
+    return arguments
 
 
 def _passed_on(config: Config) -> dict[str, Any]:
@@ -146,7 +159,7 @@ def _comparison(config: Config) -> tuple[str | None, bool | None]:
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
     compared = compared or config.optim.scheduler == "reduce_lr_on_plateau"
-    default = "reward" if config.method.online else "loss"  # online evaluations have no loss
+    default = "reward" if config.method.online and not config.method.evaluates_loss else "loss"
     metric = run.best_metric or (default if compared else None)
     by_name = None if metric is None else not metric.endswith("loss")
     return metric, by_name if run.greater_is_better is None else run.greater_is_better

@@ -26,6 +26,7 @@ from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_variables, step_size, training_arguments
+from upweight.train.distill.load import TeacherLoader
 from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
@@ -38,6 +39,7 @@ from upweight.train.policy import Policy, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
+from upweight.train.user_code import NONE, UserCode, load_user_code
 
 
 @dataclass
@@ -55,6 +57,7 @@ class TrainerParts:
     lr_rule: LrRule | None = None
     callbacks: Sequence[TrainerCallback] = ()
     objects: Objects = YAML_ONLY
+    user_code: UserCode = NONE
     recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # context manager around a script's training
 
 
@@ -79,8 +82,10 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
+    user_code = NONE if objects.from_script else load_user_code(config)
     online = config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
+    loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
     policy = make_policy(
         model,
         config.method,
@@ -91,6 +96,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         optim=config.optim,
         section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
+        load_teachers=loader if config.method.needs_teacher else None,
         prepared=data.folder,
         sharding=sharding,
         context=context,
@@ -105,8 +111,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         shuffle=not config.data.curriculum,
         allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
-        callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
+        callbacks=[*objects.callbacks, *(build() for build in user_code.callbacks), *_callbacks(policy, objects)],
         objects=objects,
+        user_code=user_code,
         recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 

@@ -16,6 +16,7 @@ from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import enabled_trackers
 from upweight.train.distributed.deepspeed import NOT_INSTALLED
+from upweight.train.user_code import load_user_code
 
 # Optimizers by the package they come from, and what pip calls it.
 SCHEDULE_FREE = ("schedulefree", "schedulefree")
@@ -71,13 +72,21 @@ def folders(config: Config) -> Iterator[str]:
         yield str(error)
 
 
+def users(config: Config) -> Iterator[str]:
+    """Check that what a config names by path can be loaded, with the options it is given."""
+    try:
+        load_user_code(config)
+    except UserError as error:
+        yield str(error)
+
+
 def _installed(name: str) -> bool:
     return name in sys.modules or find_spec(name) is not None
 
 
 def check_machine(config: Config, *, trains: bool = True) -> list[str]:
     """Return what prevents a run on this machine, each with its YAML path; servers are not contacted."""
-    return [*gpus(config), *packages(config, trains=trains), *folders(config)]
+    return [*gpus(config), *packages(config, trains=trains), *folders(config), *users(config)]
 
 
 def require_machine(config: Config, *, trains: bool) -> None:

@@ -28,11 +28,13 @@ from upweight.models.load import disable_dropout, fit_vocabulary, load_model, ma
 from upweight.models.memory import activation_bytes, training_bytes
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
+from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
+LoadTeachers = Callable[[nn.Module, Callable[[nn.Module], Engine]], Teachers]  # of the policy, with what adds engines
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
 FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
@@ -49,6 +51,7 @@ class Policy:
     dtype: torch.dtype  # that forwards compute in
     reference: Reference | None = None
     precompute: Precompute | None = None
+    teachers: Teachers | None = None
     copies: ComputeCopies | None = None
     tokenizer: Any = None  # None where rows are tokenized already
     offload_reference: bool = False
@@ -143,6 +146,7 @@ def make_policy(
     optim: OptimSection,
     section: ModelSection,
     separate_reference: LoadModel | None = None,
+    load_teachers: LoadTeachers | None = None,
     prepared: Path | None = None,  # caches precomputed reference log-probs
     sharding: Sharding = "none",
     context: ContextGroup | None = None,  # ranks that share each row
@@ -158,6 +162,7 @@ def make_policy(
     if separate_reference is not None:
         load = partial(_load_separate, separate_reference, device, attach_engine)
     reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
+    teachers = None if load_teachers is None else load_teachers(model, attach_engine)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
     if optim.activation_offloading:
@@ -170,6 +175,7 @@ def make_policy(
     budget = optim.token_budget or by_memory * (1 if context is None else context.size)
     precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
     references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
+    references |= {"teachers": teachers}
     return Policy(
         model, method, engine, budget, dtype, copies=copies, tokenizer=tokenizer, sharding=sharding, **references
     )

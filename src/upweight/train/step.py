@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
 from upweight.methods.base import Method, required
 from upweight.models.reference import Reference
+from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.train.recording.metrics import Meters
@@ -36,6 +37,7 @@ class StepRunner:
     dtype: torch.dtype = torch.float32  # of forwards
     temperature: float = 1.0  # of sampling; log-probs of completions use the same
     skip_zero_advantage: bool = False  # do not forward samples without a gradient
+    teachers: Teachers | None = None
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since the last log
     collects: list[str] = field(default_factory=list)  # names that `Method.collect` returns on any rank
@@ -44,7 +46,8 @@ class StepRunner:
         context = self.engine.context
         self._reports = context is None or context.rank == 0  # for its context-parallel group
         self._under_zero = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.packer = RowPacker(self.method, self.engine, self.accelerator, self.temperature)
+        several = self.teachers is not None and self.teachers.several
+        self.packer = RowPacker(self.method, self.engine, self.accelerator, self.temperature, several)
         whole = not (self.accelerator.is_fsdp2 or self._under_zero)
         self.row_check = RowCheck(self.packer, self.dtype, gradients=whole)
 
@@ -61,7 +64,7 @@ class StepRunner:
             self.row_check.compare(model, rows, forwarded)
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Metrics] = []
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self._taught(model, rows, forwarded)):
             # With sharded weights, gradients are reduced after each row: a rank may not have room for all of them.
             last = number == len(rows) - 1
             at_once = last or self.accelerator.is_fsdp2 or self._under_zero
@@ -107,6 +110,11 @@ class StepRunner:
                         collected.setdefault(name, []).append(values.float())
         return ref_logps, self.method.prepare(self._join(collected))
 
+    def _taught(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterable[PackedRow]:
+        """Return the rows with what their scored tokens are compared with, where the loss compares them."""
+        compares = self.teachers is not None and self.method.evaluates_loss
+        return self.teachers.taught(model, rows, units) if self.teachers is not None and compares else rows
+
     def _outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
         """Return the policy's outputs of a row with the reference log-probs."""
         batch = row.batch
@@ -114,7 +122,8 @@ class StepRunner:
         if known is None and self.reference is not None:
             with torch.no_grad(), self.reference.use(model) as reference:
                 known = self.engine(reference, batch, temperature=row.temperature).logps_T
-        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
+        compared = {"teacher": row.teacher, "divergence": self.method.comparison}
+        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature, **compared)
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
     def _packed_loss(
@@ -134,7 +143,7 @@ class StepRunner:
         counts = self._counts(units, {})
         ref_logps, prepared = self._prepare(model, rows)
         sums = {name: torch.zeros_like(count) for name, count in counts.items()}
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self._taught(model, rows, units)):
             out = self._outputs(model, row, ref_logps[number])
             if row.unit_numbers:
                 loss = self.method.loss(out, row.batch, prepared)
@@ -143,6 +152,15 @@ class StepRunner:
         reduced = self.accelerator.reduce(torch.stack(list(sums.values())) * self._reports, "sum")
         assert isinstance(reduced, Tensor)
         return Loss(dict(zip(sums, reduced.unbind(), strict=True))), counts
+
+    @contextlib.contextmanager
+    def other_meters(self) -> Iterator[Meters]:
+        """Inside, metrics go to other meters than those of training."""
+        training, self.meters = self.meters, Meters()
+        try:
+            yield self.meters
+        finally:
+            self.meters = training
 
     @torch.no_grad()
     def logps(self, model: nn.Module, units: Sequence[Unit]) -> list[list[NDArray[np.float32]]]:

@@ -36,10 +36,11 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import StepBatchSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.recording.metrics import Meters
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
+from upweight.train.user_code import UserCallback
+from upweight.user_modules import named_errors
 
 MIN_RETRY_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
@@ -74,7 +75,7 @@ class MethodTrainer(Trainer):
             processing_class=policy.tokenizer,
             callbacks=list(parts.callbacks),
             optimizers=parts.objects.optimizers,
-            optimizer_cls_and_kwargs=parts.objects.optimizer_class,
+            optimizer_cls_and_kwargs=parts.objects.optimizer_class or parts.user_code.optimizer,
         )
         set_up_sharding(self, policy.dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
@@ -82,13 +83,20 @@ class MethodTrainer(Trainer):
         self.method, self.copies = policy.method, policy.copies
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
-        self.recording, self.rollouts = parts.recording, rollouts
+        self.recording, self.rollouts, self.schedule = parts.recording, rollouts, parts.user_code.schedule
         self.data_digest = cache(partial(rows_digest, parts.train_dataset))
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
-        options = policy.token_budget, policy.reference, policy.dtype, temperature, skips_zero_advantage
+        options = (
+            policy.token_budget,
+            policy.reference,
+            policy.dtype,
+            temperature,
+            skips_zero_advantage,
+            policy.teachers,
+        )
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self
@@ -168,7 +176,8 @@ class MethodTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, split its groups by learning rate, and let the compute copies follow its steps."""
         before = self.optimizer
-        optimizer = super().create_optimizer(*args, **kwargs)
+        with nullcontext() if self.optimizer_cls_and_kwargs is None else named_errors("optimizer: cannot be built"):
+            optimizer = super().create_optimizer(*args, **kwargs)
         if optimizer is not before:
             if self.lr_rule is not None:
                 split_by_lr(optimizer, self.model, self.lr_rule)
@@ -176,6 +185,14 @@ class MethodTrainer(Trainer):
             if self.copies is not None:
                 self.copies.follow(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the learning rate schedule, the user's where the config names one."""
+        if self.lr_scheduler is None and self.schedule is not None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            trained: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self.schedule(trained, num_training_steps, warmup)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batch of a step; none after the last step, where a resumed Trainer would do one more."""
@@ -234,17 +251,16 @@ class MethodTrainer(Trainer):
             with activity("evaluating"):
                 metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
         else:
-            training, self.runner.meters = self.runner.meters, Meters()
             sums: dict[str, Tensor] = {}
             counts: dict[str, Tensor] = {}
-            for inputs in self.get_eval_dataloader(rows):
-                with activity("evaluating"):
-                    loss, added = self.runner.evaluate(model, inputs["units"])
-                sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
-                counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
+            with self.runner.other_meters() as meters:
+                for inputs in self.get_eval_dataloader(rows):
+                    with activity("evaluating"):
+                        loss, added = self.runner.evaluate(model, inputs["units"])
+                    sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
+                    counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
             total = sum(float(sums[name] / counts[name].clamp(min=1)) for name in sums)
-            metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
-            self.runner.meters = training
+            metrics = {"loss": total, **meters.drain(self.accelerator)}
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
         named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=-(-len(rows) // batch))
@@ -290,6 +306,9 @@ class MethodTrainer(Trainer):
             self.last_log, self.runner.tokens = now, 0
         for metrics in self.metrics_of_callbacks:
             logs |= metrics(self.state, logs)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, UserCallback):
+                logs |= callback.metrics(self.state, logs)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

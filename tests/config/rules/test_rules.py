@@ -9,7 +9,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
-from upweight.config.rules import check, data, ebft, keys, model, rollout, training
+from upweight.config.rules import check, data, distill, ebft, keys, model, rollout, training
 from upweight.errors import UserError
 
 WHOLE = {"base_model": "m", "datasets": [{"path": "d"}]}
@@ -35,12 +35,21 @@ def served(adapter=None, sharding=None, vllm=None, **trl):
     return {**GRPO, **(adapter or {}), **(sharding or {}), **blocks, "trl": {**GRPO["trl"], "use_vllm": True, **trl}}
 
 
+def distilled(block=None, **keys):
+    return {**WHOLE, "rl": "distill", "distill": {"teacher": "t", **(block or {})}, **keys}
+
+
 BROKEN = {
     "reward_model: cannot be used with 'rl'": {**WHOLE, "rl": "dpo", "reward_model": True},
     "base_model: missing": {"datasets": [{"path": "d"}]},
     "datasets: missing": {"base_model": "m"},
     "trl.reward_funcs: missing": {**WHOLE, "rl": "gdpo"},
     "ebft: missing": {**WHOLE, "rl": "ebft"},
+    "distill.teacher: missing": {**WHOLE, "rl": "distill"},
+    "distill.teacher: DeepSpeed does not": distilled(deepspeed="zero3.json"),
+    "distill.teacher_load_in_4bit, distill.teacher": distilled({"teacher_load_in_4bit": True}, fsdp=True),
+    "trl.reward_funcs: rl: distill learns": distilled(trl={"reward_funcs": ["r.f"]}),
+    "distill.top_k: missing": distilled({"teacher": "http://there:8000"}),
     "load_best_model_at_end: needs something": {**WHOLE, "load_best_model_at_end": True},
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},
     "fp16: cannot be used with 'bf16: true'": {**WHOLE, "bf16": True, "fp16": True},
@@ -52,6 +61,11 @@ BROKEN = {
     "tools: there is no 'cpu'": {**GRPO, "tools": ["file.tool", "cpu"]},
     "use_onebitllms: every weight": {**WHOLE, **LORA, "use_onebitllms": True},
     "use_onebitllms: vLLM would": {**served(), "use_onebitllms": True},
+    "callbacks[0]: expected 'mine.Name'": {**WHOLE, "callbacks": [{"mine.A": {}, "mine.B": {}}]},
+    "optim_args: expected a mapping": {**WHOLE, "optimizer": "mine.Optimizer", "optim_args": "a=1"},
+    "cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for 'mine.f'": {
+        **scheduled("mine.f"), "cosine_min_lr_ratio": 0.1
+    },
     "adapter: qlora needs": {**WHOLE, **LORA, "adapter": "qlora"},
     "lora_model_dir: needs": {**WHOLE, "lora_model_dir": "x"},
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
@@ -205,6 +219,9 @@ BROKEN = {
     },
 }  # fmt: skip
 ODD = {
+    "distill.teacher: no effect with rl: dpo": {**DPO, "distill": {"teacher": "t"}},
+    "distill.tail: no effect": distilled({"tail": "drop"}),
+    "distill.beta: no effect": distilled({"beta": 0.2}),
     "nemo_gym_verify_timeout: no effect": {
         **GRPO,
         **AGENTS,
@@ -256,7 +273,7 @@ def test_each_warning_rule_speaks_when_it_should(message):
 
 def test_every_rule_has_a_config_that_breaks_it():
     said = "\n".join([*map(error, BROKEN.values()), *(one for content in ODD.values() for one in notices(content))])
-    for module in (data, ebft, keys, model, rollout, training):
+    for module in (data, distill, ebft, keys, model, rollout, training):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Yield) and not isinstance(node.value, ast.Tuple):
                 texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]

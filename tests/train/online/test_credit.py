@@ -4,16 +4,12 @@ import json
 
 import torch
 
+from light_rewards import each_even_token as even
 from made_rollouts import logged, online_trainer, resumed_as_whole
 from made_runs import largest_difference, weights_of
 from upweight.methods import GRPO
 
 SETTINGS = {"num_generations": 4, "max_completion_length": 6, "reward_to_go": True}
-
-
-def even(completion_ids, **kwargs):
-    """One for each token with an even id."""
-    return [[float(token % 2 == 0) for token in ids] for ids in completion_ids]
 
 
 def same_sum(completion_ids, **kwargs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from light_rewards import equal_rewards, even_tokens, short
+from light_rewards import each_even_token, equal_rewards, even_tokens, short
 from made_rollouts import logged, online_trainer, resumed_as_whole
 from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
@@ -204,13 +204,16 @@ def test_an_adapter_learns_online(tmp_path):
 
 def train_on_ranks(folder, world):
     """The same global batch whatever the number of ranks; rank 0 keeps the weights."""
-    method = {
-        "grpo": GRPO(**{"num_generations": 4, "max_completion_length": 6, "beta": 0.1}),
-        "gdpo": GDPO(**{"num_generations": 4, "max_completion_length": 6}),
+    size, rewards = {"num_generations": 4, "max_completion_length": 6}, (even_tokens, short)
+    methods = {
+        "grpo": (GRPO(**size, beta=0.1), rewards),
+        "gdpo": (GDPO(**size), rewards),
+        "by token": (GRPO(**size, reward_to_go=True, gamma=0.9), (each_even_token, short)),
     }
     join_ranks(60)
-    for name, one in method.items():
-        trainer = online_trainer(f"{folder}/{name}", method=one, step=8 // world, wanted=16 // world, world=world)
+    for name, (method, functions) in methods.items():
+        sizes = {"step": 8 // world, "wanted": 16 // world, "world": world}
+        trainer = online_trainer(f"{folder}/{name}", method=method, rewards=functions, **sizes)
         trainer.train()
         if trainer.is_world_process_zero():
             torch.save([weights_of(trainer), logged(trainer)], f"{folder}/{name}-{world}.pt")
@@ -220,7 +223,7 @@ def train_on_ranks(folder, world):
 def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
     for world in (1, 2):
         on_ranks(train_on_ranks, world, str(tmp_path), world)
-    for name in ("grpo", "gdpo"):
+    for name in ("grpo", "gdpo", "by token"):
         (one, logs), (two, others) = (torch.load(tmp_path / f"{name}-{world}.pt") for world in (1, 2))
         assert largest_difference(one, two) < 1e-5
         for row, other in zip(logs, others, strict=True):

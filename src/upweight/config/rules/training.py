@@ -11,6 +11,7 @@ from upweight.config.rules.data import entries
 from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
+from upweight.user_modules import is_path
 
 LONGEST_NAME = 255  # bytes that file systems allow in a name
 # Hub repository names: at most 96 characters, no part begins or ends with a dash or dot, neither is doubled.
@@ -35,6 +36,10 @@ def optimisation(config: Config) -> Iterator[str]:
         yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
     if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
         yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
+    if is_path(config.optim.optimizer):  # whose arguments are not sent as text
+        if isinstance(args, str):
+            yield f"optim_args: expected a mapping, whose values '{config.optim.optimizer}' gets by name, not {args!r}."
+        return
     pairs = args.split(",") if isinstance(args, str) and args else []
     if any(len(pair.split("=")) != 2 or not pair.split("=")[0].strip() for pair in pairs):
         yield f"optim_args: expected 'name=value' pairs with commas between them, or a mapping, not {args!r}."
@@ -48,11 +53,18 @@ def _plain(value: Any) -> bool:
     return isinstance(value, bool | int | float) or (isinstance(value, str) and not set(",= ") & set(value))
 
 
+def user_callbacks(config: Config) -> Iterator[str]:
+    """Check that an entry of `callbacks` with options names one class."""
+    for number, entry in enumerate(config.callbacks.callbacks):
+        if isinstance(entry, dict) and (len(entry) != 1 or not is_path(next(iter(entry)))):
+            yield f"callbacks[{number}]: expected 'mine.Name' or 'mine.Name: {{option: value}}', got {entry!r:.80}."
+
+
 def schedules(config: Config) -> Iterator[str]:
     """Check the arguments of the learning rate schedule."""
     name, args = config.optim.scheduler, config.optim.scheduler_args
     known = SCHEDULE_ARGS.get(name, {})
-    for key, value in args.items():
+    for key, value in args.items() if not is_path(name) else ():  # a user's function checks its own
         if key not in known:
             taken = f" It takes {', '.join(known)}." if known else " It takes none."
             yield f"lr_scheduler_kwargs.{key}: is no argument of '{name}'.{did_you_mean(str(key), known)}{taken}"
@@ -64,7 +76,7 @@ def schedules(config: Config) -> Iterator[str]:
     floors = {"min_lr", "min_lr_rate"} & set(args)
     if name == "cosine_with_min_lr" and len(floors) != 1:
         yield "lr_scheduler_kwargs: 'cosine_with_min_lr' needs 'min_lr' or 'min_lr_rate'; or set cosine_min_lr_ratio."
-    if config.optim.cosine_min_ratio is not None and not name.startswith("cosine"):
+    if config.optim.cosine_min_ratio is not None and (is_path(name) or not name.startswith("cosine")):
         yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
 
 

@@ -59,6 +59,24 @@ class ModelSection(Section):
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
 
 
+class TeacherSection(Section):
+    """The models that are distilled."""
+
+    teacher: str | None = setting(
+        "distill.teacher", None, "Teacher: a folder, a hub id, an adapter's folder, or the URL of a vLLM server."
+    )
+    teachers: dict[str, str] = setting(
+        "distill.teachers", {}, "Several teachers by name; the column `teacher_id` of a row names its teacher."
+    )
+    load_in_4bit: bool = setting("distill.teacher_load_in_4bit", False, "Quantise the teacher to 4 bits.")
+    load_in_8bit: bool = setting("distill.teacher_load_in_8bit", False, "Quantise the teacher to 8 bits.")
+
+    @property
+    def places(self) -> dict[str | None, str]:
+        """The teachers by their names; a single one has none."""
+        return {None: self.teacher} if self.teacher is not None else {**self.teachers}
+
+
 class LoftQ(Strict):
     """LoftQ initialisation."""
 

@@ -4,7 +4,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from upweight.settings import PositiveInt, Section, Strict, setting
+from upweight.settings import PositiveInt, Section, Strict, UserPath, setting
 
 OptimizerName = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit",
@@ -51,9 +51,13 @@ class OptimSection(Section):
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
     max_steps: PositiveInt | None = setting("max_steps", None, "Number of optimizer steps; overrides `num_epochs`.")
-    optimizer: OptimizerName = setting("optimizer", "adamw_torch_fused", "Optimizer, named as in transformers.")
+    optimizer: OptimizerName | UserPath = setting(
+        "optimizer", "adamw_torch_fused", "Optimizer, named as in transformers; or a class or function of yours."
+    )
     optimizer_args: str | dict[str, Any] | None = setting("optim_args", None, "Further arguments of the optimizer.")
-    scheduler: SchedulerName = setting("lr_scheduler", "cosine", "Learning rate schedule, named as in transformers.")
+    scheduler: SchedulerName | UserPath = setting(
+        "lr_scheduler", "cosine", "Learning rate schedule, named as in transformers; or a function of yours."
+    )
     scheduler_args: dict[str, Any] = setting("lr_scheduler_kwargs", {}, "Further arguments of the schedule.")
     cosine_min_ratio: float | None = setting(
         "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1

@@ -20,6 +20,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
+from upweight.methods.users.function import UserFunction
 from upweight.settings import Section, keys_of
 from upweight.train.api.as_config import checked_config, error_translator
 from upweight.train.api.fields import field_for, help_of, no_effect, refused, with_help
@@ -55,6 +56,12 @@ REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
     "model_adapter_name": "The active adapter is trained.",
     "ref_adapter_name": "The reference is the adapter as it is at the start.",
 }
+FUNCTIONS = ("loss_type", "advantage_estimator")  # arguments that may be functions of the script
+
+
+def as_function(value: Any) -> Any:
+    """Return a function as one that files and pickles can hold, anything else as it is."""
+    return UserFunction.of(value) if callable(value) else value
 
 
 @dataclass
@@ -102,6 +109,9 @@ class MethodArguments(TrainingArguments):
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)
 
     def __post_init__(self) -> None:
+        for name in FUNCTIONS:
+            if (value := getattr(self, name, None)) is not None:
+                setattr(self, name, [*map(as_function, value)] if isinstance(value, list) else as_function(value))
         if self.max_steps is None:
             self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.warmup_ratio is not None:
@@ -201,7 +211,8 @@ class SFTConfig(MethodArguments):
 
     method_class: ClassVar = SFT
 
-    loss_type: str = field_for(SFT, "loss_type")
+    loss_type: str = field_for(SFT, "loss_type")  # or a function
+    method_args: dict[str, Any] | None = field_for(SFT, "method_args", default=None)  # noqa: RUF009
     disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=False)
     completion_only_loss: bool | None = with_help(None, "Train on completions only; unset: where rows have prompts.")
     assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
@@ -258,6 +269,7 @@ class DPOConfig(ReferenceArguments):
     method_class: ClassVar = DPO
 
     loss_type: str | list[str] = field_for(DPO, "loss_type")  # noqa: RUF009
+    method_args: dict[str, Any] | None = field_for(DPO, "method_args", default=None)  # noqa: RUF009
     loss_weights: list[float] | None = field_for(DPO, "loss_weights")  # noqa: RUF009
     label_smoothing: float = field_for(DPO, "label_smoothing")
     ld_alpha: float | None = field_for(DPO, "ld_alpha")
@@ -273,7 +285,8 @@ class KTOConfig(ReferenceArguments):
 
     method_class: ClassVar = KTO
 
-    loss_type: str = field_for(KTO, "loss_type")
+    loss_type: str = field_for(KTO, "loss_type")  # or a function
+    method_args: dict[str, Any] | None = field_for(KTO, "method_args", default=None)  # noqa: RUF009
     desirable_weight: float = field_for(KTO, "desirable_weight")
     undesirable_weight: float = field_for(KTO, "undesirable_weight")
 

@@ -111,10 +111,11 @@ class GRPOConfig(RolloutArguments):
     vllm_importance_sampling_cap: float | None = field_for(GRPO, "sampler_correction_cap", default=None)
     vllm_importance_sampling_clip_min: float | None = field_for(GRPO, "sampler_correction_floor")
     beta: float = field_for(GRPO, "beta")
-    loss_type: str = field_for(GRPO, "loss_type")
+    loss_type: str = field_for(GRPO, "loss_type")  # or a function
+    method_args: dict[str, Any] | None = field_for(GRPO, "method_args", default=None)  # noqa: RUF009
     delta: float | None = field_for(GRPO, "delta")
     importance_sampling_level: str = field_for(GRPO, "importance_sampling_level")
-    advantage_estimator: str = field_for(GRPO, "advantage_estimator")
+    advantage_estimator: str = field_for(GRPO, "advantage_estimator")  # or a function
     scale_rewards: str = field_for(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
     multi_objective_aggregation: str = field_for(GRPO, "aggregation")
     reward_to_go: bool = field_for(GRPO, "reward_to_go")

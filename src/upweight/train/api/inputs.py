@@ -1,5 +1,6 @@
 """Turn the inputs of a script's trainer into a checked config and objects, and build the trainer's parts."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from upweight.config.sections.data import DataSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
+from upweight.methods.users.function import UserFunction
 from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
 from upweight.train.api.as_config import build_config, checked_config, error_translator
@@ -21,6 +23,7 @@ from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import TrainerParts, assemble
 from upweight.train.machine_checks import require_machine
 from upweight.train.objects import Model, Objects, ReadRows
+from upweight.user_modules import asked_names
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
@@ -33,7 +36,6 @@ NOT_TAKEN = {
     "data_collator": "rows are packed into forwards here; change the dataset instead",
     "compute_metrics": "a step has no predictions to hand out; the method's metrics are logged",
     "preprocess_logits_for_metrics": "logits are never built whole; the method's metrics are logged",
-    "compute_loss_func": "the loss is the method's; choose `loss_type`, or override `training_step`",
     "model_init": "give what it returns: `model=model_init()`",
 }
 
@@ -57,6 +59,7 @@ def parts_for(
     optimizers: Any = (None, None),
     optimizer_cls_and_kwargs: Any = None,
     formatting_func: Callable[[Any], str] | None = None,
+    compute_loss_func: Callable[..., Any] | None = None,
     **others: Any,
 ) -> TrainerParts:
     """Build the parts of a trainer from a script's inputs; `others` are further fields of `Objects`."""
@@ -65,7 +68,7 @@ def parts_for(
             known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
             hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
-    args = convert_arguments(args, kind)
+    args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
@@ -113,6 +116,22 @@ def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> 
         return kind(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
     if not isinstance(args, kind):
         raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
+    return args
+
+
+def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfig:
+    """Return the arguments with a function as the loss, if any; one of logits and labels is refused."""
+    if function is None:
+        return args
+    loss = next((one.name for one in dataclasses.fields(args) if one.name == "loss_type"), None)
+    if loss is None:
+        raise UserError(f"compute_loss_func: {type(args).__name__} has no `loss_type` that it could take the place of.")
+    if {"outputs", "labels"} & set(asked_names(function)):
+        remedy = "Ask for `logps` and `mask` instead: docs/your_own_method.md has the names."
+        raise UserError(f"compute_loss_func: logits are never built whole here, so there are no outputs. {remedy}")
+    args = copy.copy(args)
+    setattr(args, loss, UserFunction.of(function))
+    args.method()  # with errors in the words of the arguments
     return args
 
 

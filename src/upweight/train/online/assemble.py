@@ -19,7 +19,7 @@ from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
-from upweight.rollout.completion_source import CompletionSource, SingleTurn
+from upweight.rollout.completion_source import CompletionSource, SingleTurn, WithDemonstrations
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.producer import Producer, Ranks
@@ -73,7 +73,8 @@ def build_rewards(
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
-    if not rewards and (objects.from_script or env_setup is not None):
+    wanted = config.method.compares_rewards
+    if not rewards and wanted and (objects.from_script or env_setup is not None):
         raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     online = config.method.online_settings
     weights = None if online is None or feature_matcher(config.method) else online.reward_weights
@@ -100,7 +101,8 @@ def build_rollouts(
     assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
+    if not method.evaluates_loss:
+        logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
     if section.skip_zero_advantage and online_settings.zero_advantage_reasons and not method.strided:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(online_settings.zero_advantage_reasons))
     feature_matching = build_feature_matching(policy)
@@ -160,7 +162,10 @@ def _completion_source(
         return feature_matching.completion_source(policy, generator)
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
-    return SingleTurn(generator) if env_setup is None else env_setup.completion_source(model, tokenizer, generator)
+    alone = env_setup is None
+    source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
+    share = policy.method.demonstration_share
+    return WithDemonstrations(source, share) if share else source
 
 
 def _schedule(

@@ -107,7 +107,10 @@ class RolloutFeed:
             self.ahead.submit(copy.copy(trainer_state))
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.group_size) : -(-stop // plan.group_size)]
-        return {"units": self.units[start:stop] + shown, "counts": self.counts}
+        units = self.units[start:stop]
+        if self.producer.method.reads_versions:
+            units = [_with_lag(unit, step) for unit in units]
+        return {"units": units + shown, "counts": self.counts}
 
     def sync(self, step: int) -> dict[str, float]:
         """Send the weights to the sampler, on every rank, since each may hold a shard; return the time as a metric."""
@@ -156,9 +159,20 @@ class RolloutFeed:
             metrics["ebft/ce_loss"] = self.feature_matching.cross_entropy(rollout.groups, runner, model)
         else:
             metrics = pass_rates(rollout.groups, names)
+        if method.evaluates_loss:
+            metrics |= self._loss_of(rollout, runner, model)
         for callback in self.on_evaluation:
             callback(rollout, step, name)
         return summary(rollout.groups, names, method) | metrics
+
+    def _loss_of(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> dict[str, float]:
+        """Return the loss and the metrics of an evaluation's completions."""
+        self.producer.add_advantages(rollout.groups)
+        units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=False)
+        with runner.other_meters() as meters:
+            loss, counts = runner.evaluate(model, units)
+        total = sum(float(loss.sums[name] / counts[name].clamp(min=1)) for name in loss.sums)
+        return {"loss": total, **meters.drain(runner.accelerator)}
 
     def save(self, folder: Path) -> None:
         """Save the state of the rollouts to a checkpoint."""
@@ -283,6 +297,12 @@ class SaveRollouts(TrainerCallback):
 def _with_logps(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
     samples = [dataclasses.replace(one, **{name: values}) for one, values in zip(unit.samples, logps, strict=True)]
     return dataclasses.replace(unit, samples=tuple(samples))
+
+
+def _with_lag(unit: Unit, step: int) -> Unit:
+    """Return a unit whose tokens say how many optimizer steps ago they were sampled."""
+    known = [(one, step - one.versions) for one in unit.samples if one.versions is not None]
+    return dataclasses.replace(unit, samples=tuple(dataclasses.replace(one, lag=lag) for one, lag in known))
 
 
 def _means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:
