@@ -4,10 +4,12 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
+from upweight.cli.distill import distill_log
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -20,16 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
-TrainedTarget = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
-Processes = Annotated[int | None, typer.Option("--num-processes", min=1, help="Ranks here; else one for each GPU.")]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folder, or its config; several to compare.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-# `--trl.beta 0.1`, as other trainers write it, is an override too.
-TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -72,6 +64,9 @@ def preprocess(
             logger.info("%s", line)
         for row in shown_rows(stage, prepared, show, tokens=tokens):
             print(json.dumps(row, ensure_ascii=False))
+
+
+app.command(**TAKES_OVERRIDES)(distill_log)
 
 
 @app.command(**TAKES_OVERRIDES)
