@@ -38,8 +38,7 @@ def validate(
     loaded = load_with_notices(config, overrides, fragment=fragment)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
     if not fragment:
-        left_out = ", ".join(NOT_VALIDATED)
-        logger.info("not checked, since it depends on the machine: %s (upweight doctor %s)", left_out, config)
+        logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
 
 
@@ -318,9 +317,7 @@ def watch(
 
 
 @app.command()
-def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="One of ours, or yours: mine.Method.")] = None,
-) -> None:
+def methods(name: Annotated[str | None, typer.Argument(help="One of ours, or yours: mine.Method.")] = None) -> None:
     """List the training methods, or print the keys and needs of one."""
     from upweight.cli.methods import run
 
@@ -329,8 +326,8 @@ def methods(
 
 @app.command("check-method", **TAKES_OVERRIDES)
 def check_method(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="mine.py, mine.py:name, mine.name, or a config.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Its settings.")] = None,
+    target: Annotated[str, typer.Argument(help="mine.py, mine.py:name, mine.name, or a config.")],
+    overrides: Overrides = None,
     place: Annotated[str | None, typer.Option("--as", help="Where a function stands: grpo, advantages, dpo...")] = None,
 ) -> None:
     """Try whether a method of yours has the properties that training relies on."""
