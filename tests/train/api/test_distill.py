@@ -54,7 +54,7 @@ def test_gkd_takes_a_share_of_completions_from_the_student(models, lmbda):
 
 def test_distillation_samples_and_compares_at_one_temperature(models):
     args = upweight.DistillationConfig(**settings(models, temperature=0.7, max_completion_length=5))
-    teacher = tiny("llama", num_hidden_layers=1, vocab_size=len(byte_tokenizer("chatml")))
+    teacher = tiny("llama", num_hidden_layers=2, vocab_size=len(byte_tokenizer("chatml")))
     trainer = upweight.DistillationTrainer(
         str(models / "student"), teacher, args, train_dataset=PROMPTS, processing_class=tokenizer()
     )
