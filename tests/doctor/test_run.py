@@ -65,7 +65,7 @@ def test_a_run_that_is_made_sick_is_named(name, model_folder, tmp_path):
 
 def test_a_run_out_of_memory_gets_the_ladder(model_folder, tmp_path):
     config = online(tmp_path, model_folder, {}, {"rollout_func": "sick.too_much"})
-    with pytest.raises(UserError, match="OutOfMemoryError"):
+    with pytest.raises(UserError, match="out of GPU memory"):
         train(config)
     found = wrong(tmp_path / "out")["out of memory"]
     assert "failed at step 0 of 2" in found.says

@@ -13,11 +13,15 @@ from made_batches import flat, made_batch, made_outputs, total_loss
 from made_examples import EXAMPLES, example_model, trained
 from made_runs import metrics_of
 from made_tokenizers import byte_tokenizer
+from slow_cases import slow_except
 from tiny_models import tiny
+from upweight.doctor.method_check.checks import check
+from upweight.doctor.method_check.targets import methods_of
 from upweight.methods import GRPO
 
 FOLDER = EXAMPLES / "own_code"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
+LOSSES = ("reinforce_plus_plus", "length_debiased", "dpo_positive", "kto_logistic")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,13 @@ def test_a_chosen_answer_that_loses_is_penalised(load):
 def test_labels_turn_the_logistic_loss_around(load):
     got = load("kto_logistic").loss(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), torch.tensor(0.5), 0.2)
     assert got.tolist() == pytest.approx([log(1 + exp(-0.3)), log(1 + exp(0.3))])
+
+
+@pytest.mark.parametrize("name", slow_except(["kto_logistic"], LOSSES))
+def test_what_training_relies_on_holds(name, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    (method,) = methods_of(f"{name}.py", {}, None, FOLDER).values()
+    assert [finding.name for finding in check(method) if finding.problem is not None] == []
 
 
 def test_gains_add_up_to_the_last_score(load, process_model, monkeypatch):
