@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ TEMPLATE = (
 )
 
 
-def write_rows(folder: Path, rows: int, *, messages: bool) -> None:
+def write_rows(folder: Path, rows: int, *, messages: bool, distinct: int = WORDS) -> None:
     """Pairs of words by Zipf's law, as messages or as plain text, and a byte-level tokenizer trained on such words."""
     rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(WORDS)]
-    weights = [1 / (rank + 1) for rank in range(WORDS)]
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(distinct)]
+    weights = list(accumulate(1 / (rank + 1) for rank in range(distinct)))
 
     def text(low: int, high: int) -> str:
-        return " ".join(rng.choices(words, weights, k=rng.randint(low, high)))
+        return " ".join(rng.choices(words, cum_weights=weights, k=rng.randint(low, high)))
 
     def turn(role: str, content: str) -> Any:
         return [{"role": role, "content": content}] if messages else content
@@ -99,11 +100,11 @@ def _same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     )
 
 
-def measure(rows: int, processes: int, *, messages: bool) -> dict[str, Any]:
+def measure(rows: int, processes: int, *, messages: bool, distinct: int = WORDS) -> dict[str, Any]:
     """Both sides one after the other, each in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_rows(folder, rows, messages=messages)
+        write_rows(folder, rows, messages=messages, distinct=distinct)
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         settings |= {"HF_DATASETS_CACHE": str(folder / "hf"), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
         commands = {
@@ -132,6 +133,7 @@ def measure(rows: int, processes: int, *, messages: bool) -> dict[str, Any]:
         "same_tokens": all(_same(a, b) for a, b in zip(mine["first"], theirs["first"], strict=True)),
         "rows": rows,
         "form": "messages" if messages else "text",
+        "distinct_words": distinct,
         "processes": processes,
         "peer": PEER,
     }
@@ -142,12 +144,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="pairs to prepare (default: 100000)")
     parser.add_argument("--processes", type=int, default=1, help="processes of each side (default: 1)")
     parser.add_argument("--text", action="store_true", help="plain text instead of messages")
+    parser.add_argument("--words", type=int, default=WORDS, help=f"distinct words of the texts (default: {WORDS})")
     parser.add_argument("--ours", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ours:
         print(json.dumps(ours(options.ours, options.processes)))
     else:
-        print(json.dumps(measure(options.rows, options.processes, messages=not options.text)))
+        print(json.dumps(measure(options.rows, options.processes, messages=not options.text, distinct=options.words)))
 
 
 if __name__ == "__main__":

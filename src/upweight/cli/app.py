@@ -332,6 +332,18 @@ def methods(
     run(name)
 
 
+@app.command("check-method", **TAKES_OVERRIDES)
+def check_method(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="mine.py, mine.py:name, mine.name, or a config.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Its settings.")] = None,
+    place: Annotated[str | None, typer.Option("--as", help="Where a function stands: grpo, advantages, dpo...")] = None,
+) -> None:
+    """Try whether a method of yours has the properties that training relies on."""
+    from upweight.cli.check_method import run
+
+    run(target, overrides or [], place)
+
+
 @app.command("agent-docs")
 def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those listed without it.")] = None) -> None:
     """Print a reference page for coding agents."""

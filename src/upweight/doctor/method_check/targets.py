@@ -1,0 +1,84 @@
+"""What `upweight check-method` is given: a config, or users' functions and classes, as methods to check."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from upweight.config import load_config
+from upweight.config.explain import explain
+from upweight.config.user_method import register_method
+from upweight.errors import UserError
+from upweight.methods import DPO, GRPO, KTO, SFT
+from upweight.methods.base import Method
+from upweight.methods.users.function import UserFunction, name_of, path_of
+from upweight.methods.users.policy import ADVANTAGES
+from upweight.methods.users.terms import LABELLED, PAIRS, POLICY, TOKENS
+from upweight.user_modules import asked_names, load_file, load_function, named_errors
+
+Place = Literal["grpo", "advantages", "dpo", "kto", "sft"]
+NAMES: dict[Place, tuple[str, ...]] = {
+    "advantages": ADVANTAGES, "dpo": PAIRS, "kto": LABELLED, "grpo": POLICY, "sft": TOKENS,
+}  # fmt: skip
+
+
+def methods_of(target: str, options: Mapping[str, Any], place: Place | None, folder: Path) -> dict[str, Method]:
+    """Return the methods to check by name: of a config, of a file's functions and classes, or of one by its path."""
+    file = (folder / target).resolve()
+    if target.endswith((".yaml", ".yml")):
+        config = load_config(file, [f"{key}={value}" for key, value in options.items()], fragment=True)
+        return {stage.method.name: stage.method for stage in config.stages or (config,)}
+    if not target.endswith(".py"):
+        function = load_function(target, folder, target)
+        return {name_of(function): _method(function, options, place, folder)}
+    if not file.is_file():
+        raise UserError(f"{target}: there is no such file")
+    with named_errors(f"{target} cannot be imported"):
+        module = load_file(file.stem, file)
+    found = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
+    if place is None:  # helpers of the user's are no losses
+        found = [one for one in found if inspect.isclass(one) or _places(one)]
+    if not found:
+        raise UserError(f"{target}: has no Method, and no function that asks for what losses or advantages get.")
+    return {name_of(one): _method(one, options, place, folder) for one in found}
+
+
+def _is_from(value: Any, module: str) -> bool:
+    kind = inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, Method))
+    return kind and value.__module__ == module
+
+
+def _places(function: Callable[..., Any]) -> list[Place]:
+    """Return where a function can stand: the places with names that it asks for and that no other place has."""
+    asked = set(asked_names(function))
+    places: list[Place] = []
+    for place, names in NAMES.items():
+        others = {name for other, known in NAMES.items() if other != place for name in known}
+        if asked & (set(names) - others):
+            places.append(place)
+    if not places and "log_ratio" in asked:
+        places = ["grpo"]
+    return places
+
+
+def _method(function: Any, options: Mapping[str, Any], place: Place | None, folder: Path) -> Method:
+    """Return the method in which a function has its place, or an object of a class."""
+    if inspect.isclass(function):
+        kind = register_method(path_of(function), folder)
+        return _built(kind, options)
+    places = [place] if place else _places(function) or (["sft"] if "logps" in asked_names(function) else [])
+    if len(places) != 1:
+        several = f"could be {' or '.join(places)}" if places else "asks for nothing that losses or advantages get"
+        raise UserError(f"'{name_of(function)}' {several}: say which with --as ({', '.join(NAMES)}).")
+    setting = "advantage_estimator" if places[0] == "advantages" else "loss_type"
+    kind = {"dpo": DPO, "kto": KTO, "sft": SFT}.get(places[0], GRPO)
+    return _built(kind, {setting: UserFunction.of(function), "method_args": dict(options)})
+
+
+def _built(kind: type[Method], values: Mapping[str, Any]) -> Method:
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError("\n".join(reason for _, reason in explain(error, kind, dict(values)))) from None

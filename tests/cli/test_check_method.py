@@ -1,0 +1,68 @@
+"""`upweight check-method` takes a file, a function of it, or a config, and exits with 1 where something is wrong."""
+
+import pytest
+import typer
+
+from upweight.cli.check_method import run
+from upweight.doctor.method_check.targets import methods_of
+from upweight.errors import UserError
+
+MINE = """
+import torch
+
+def loss(ratio, advantages, mask, lengths, clip: float = 0.2):
+    return -(torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages) * mask).sum(1) / lengths
+
+def wrong(ratio, advantages, mask):
+    return -ratio * advantages / mask.sum()
+
+def center(rewards, groups):
+    return rewards
+
+def pairs(chosen_log_ratio, rejected_log_ratio, beta):
+    return -beta * (chosen_log_ratio - rejected_log_ratio)
+
+def labelled(log_ratio, desirable):
+    return torch.where(desirable, -log_ratio, log_ratio)
+
+def helper(x):
+    return x
+
+def either(logps, mask):
+    return -logps
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "checked_losses.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text("rl: grpo\ntrl: {loss_type: checked_losses.loss}\nmethod_args: {clip: 0.3}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_file_has_its_losses_and_advantages_each_in_its_place(folder):
+    found = methods_of("checked_losses.py", {}, None, folder)
+    places = {name.rpartition(".")[2]: method.name for name, method in found.items()}
+    assert places == {"loss": "grpo", "wrong": "grpo", "center": "grpo", "pairs": "dpo", "labelled": "kto"}
+
+
+def test_one_function_takes_its_settings_and_a_place(folder):
+    (method,) = methods_of("checked_losses.py:loss", {"clip": 0.5}, None, folder).values()
+    assert method.model_dump()["method_args"] == {"clip": 0.5}
+    (method,) = methods_of("checked_losses.either", {}, "grpo", folder).values()
+    assert method.name == "grpo"
+    with pytest.raises(UserError, match="Did you mean 'clip'"):
+        methods_of("checked_losses.py:loss", {"clipp": 0.5}, None, folder)
+    with pytest.raises(UserError, match="say which with --as"):
+        methods_of("checked_losses.py:helper", {}, None, folder)
+
+
+def test_a_right_one_passes_and_a_wrong_one_exits_with_1(folder, capsys):
+    run("run.yaml", ["method_args.clip=0.1"], None)
+    assert "WRONG" not in capsys.readouterr().out
+    with pytest.raises(typer.Exit):
+        run("checked_losses.py:wrong", [], None)
+    printed = capsys.readouterr().out
+    assert "ok     runs" in printed
+    assert "WRONG  any cut into micro-batches" in printed
