@@ -119,7 +119,7 @@ SHOWN: dict[str, list[FormatExample]] = {
             (("passthrough",), {"prompt": [USER], "ground_truth": ANSWER}),
         ],
         "distill": [
-            (_TEMPLATE, {"messages": [USER, GOOD]}),
+            ((*_TEMPLATE, "axolotl.integrations.kd.chat_template"), {"messages": [USER, GOOD]}),
             (("sharegpt",), {"conversations": _SHAREGPT}),
             (("user_defined",), {"instruction": QUESTION, "input": "", "output": ANSWER}),
             (("passthrough",), {"prompt": QUESTION, "completion": ANSWER, "teacher_id": "maths"}),

@@ -10,4 +10,5 @@ def loss(ratio, advantages, mask, epsilon, max_completion_length):
     return term.sum(1) / max_completion_length  # a constant where GRPO has the completion's length
 
 
-loss.skip_zero_advantage = True  # completions without an advantage add nothing, so they need no forward
+# Completions without an advantage add nothing, so they need no forward.
+loss.skip_zero_advantage = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RewardConfig,
         SFTConfig,
     )
+    from upweight.train.api.distill import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
     from upweight.train.api.grpo import GRPOTrainer, RLOOTrainer
     from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig
     from upweight.train.api.trainers import (
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
+    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "GKDConfig",
+    "GKDTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
     "ORPOConfig", "ORPOTrainer", "PRMConfig", "PRMTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig",
     "RewardTrainer", "SFTConfig", "SFTTrainer", "apply_chat_template", "extract_prompt", "is_conversational",
     "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
@@ -56,9 +58,9 @@ def __getattr__(name: str) -> Any:
         from upweight.data import trl_functions
 
         return getattr(trl_functions, name)
-    from upweight.train.api import configs, grpo, trainers
+    from upweight.train.api import configs, distill, grpo, trainers
 
-    return next(vars(module)[name] for module in (configs, grpo, trainers) if name in vars(module))
+    return next(vars(module)[name] for module in (configs, distill, grpo, trainers) if name in vars(module))
 
 
 def __dir__() -> list[str]:

@@ -57,6 +57,8 @@ class Unit:
     group: int = 0  # units of a group share a prefix; they are packed together where the token budget allows
     margin: float | None = None  # becomes Batch.margin_P
     teacher: str | None = None  # the name of its teacher, where there are several
+    # The length of the prompt of its samples, and the tokens that the teacher sees in place of it.
+    teacher_prompt: tuple[int, NDArray[np.int64]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +120,7 @@ class Outputs:
     forward_kl_T: Tensor | None = None
     reverse_kl_T: Tensor | None = None
     teacher_entropy_T: Tensor | None = None
+    teacher_logps_T: Tensor | None = None  # of the scored tokens
     agrees_T: Tensor | None = None  # whether both find the same token most likely
     listed_logps_TK: Tensor | None = None  # the policy's log-probs of `Batch.teacher_ids_TK`
     listed_tail_T: Tensor | None = None  # log of the mass that the policy gives all other tokens

@@ -23,7 +23,7 @@ def test_a_good_config_is_ok():
     done = launched("validate", str(SAMPLE), "trl.beta=0.5")
     assert (done.stdout, done.returncode) == ("ok\n", 0)
     assert "trl.use_data_producer: nothing to do" in done.stderr
-    assert "not checked, since it depends on the machine: GPUs, installed packages" in done.stderr
+    assert "not checked, since machines differ: GPUs, installed packages" in done.stderr
 
 
 def test_user_errors_print_one_line_each_and_exit_2():

@@ -70,6 +70,8 @@ def test_value_and_gradient_are_those_of_whole_distributions(path, kind_and_beta
     torch.testing.assert_close(out["reverse_kl_T"].double(), whole(log_q, log_p, "reverse_kl", 0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out["teacher_entropy_T"].double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=1e-5)
     assert torch.equal(out["agrees_T"], log_q.argmax(-1) == log_p.argmax(-1))
+    known = log_p.gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(out["teacher_logps_T"].double(), known, atol=1e-5, rtol=1e-5)
     logps = exact(hidden, head, states, 0.8, columns)[0].gather(1, target[:, None])[:, 0]
     torch.testing.assert_close(out["logps_T"].double(), logps, atol=1e-5, rtol=1e-5)
     weights = torch.randn(len(target))

@@ -11,7 +11,7 @@ from upweight.types import Outputs
 def outputs(divergence, logps=None, **more):
     values_T = flat(divergence)
     zeros_T = torch.zeros_like(values_T)
-    names = ("forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "agrees_T", "entropy_T")
+    names = ("forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T", "agrees_T", "entropy_T")
     logps_T = zeros_T if logps is None else flat(logps)
     return Outputs(logps_T=logps_T, divergence_T=values_T, **dict.fromkeys(names, zeros_T) | more)
 

@@ -205,7 +205,7 @@ def test_quantile_is_the_linear_one(share):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_generations": 1}, "greater than or equal to 2"),
+        ({"num_generations": 1}, "1 completion has no others to compare with"),
         ({"sync_ref_model": True}, "set trl.beta above 0"),
         ({"loss_type": "vespo", "sampler_correction_mode": "sequence_mask"}, "token_truncate or token_mask"),
         ({"sampler_correction_floor": 4.0}, "must not be above trl.vllm_importance_sampling_cap"),

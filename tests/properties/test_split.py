@@ -81,7 +81,7 @@ class Step:
         self.leaves |= {"divergence_T": draw(tokens), "listed_tail_T": -draw(tokens) - 2}
         self.leaves["listed_logps_TK"] = -draw(tokens, 3) - 1.5
         self.fixed = {
-            **{name: draw(tokens) for name in ("forward_kl_T", "reverse_kl_T", "teacher_entropy_T")},
+            **{name: draw(tokens) for name in ("forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T")},
             "agrees_T": draw(tokens) > 0.5,
             "ref_logps_T": logps_T + 0.4 * draw(tokens) - 0.2,
             "mean_logit_T": draw(tokens),

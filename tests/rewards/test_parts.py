@@ -68,7 +68,7 @@ def test_a_value_that_is_not_finite_fails_its_completion_alone():
 )
 def test_parts_that_do_not_fit_are_refused_in_words(returned, message):
     with pytest.raises(UserError) as error:
-        scored([returned], [7, 8, 9])
+        scored([returned], [7, 8, 9], decode=lambda ids: "other text")
     assert "reward '<lambda>'" in str(error.value)
     assert message in str(error.value)
 
@@ -89,6 +89,11 @@ def test_characters_end_at_the_token_that_completes_them():
     assert scored([ends], ids, texts=[message], decode=decode).credits == result.credits
     with pytest.raises(UserError, match="several turns"):
         scored([{"characters": [(1, 1.0)]}], ids, texts=["other text"], decode=decode)
+
+
+def test_written_rows_have_no_tokens_and_keep_their_sums():
+    result = scored([{"characters": [(1, 1.0), (2, 0.5)]}], [], texts=["ab"])
+    assert result.rewards_SR.tolist() == [[1.5]]
 
 
 def test_a_token_of_several_letters_ends_all_of_them():

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from made_runs import metrics_of, on_ranks, rows_for, trainer_for, write_model
 from made_tokenizers import byte_tokenizer
+from made_vllm import FakeVllm
 from tiny_models import SHAPES, tiny
 from upweight.config.load import load_config
 from upweight.data.units import units_of
@@ -16,8 +17,9 @@ from upweight.errors import UserError
 from upweight.methods import Distill
 from upweight.models.reference import SeparateModel
 from upweight.train.distill.load import require_same_vocabulary
-from upweight.train.distill.teachers import LocalTeacher, Teachers
-from upweight.train.run import evaluate, train
+from upweight.train.distill.log import write_log
+from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teachers
+from upweight.train.run import build, evaluate, train
 
 OFFLINE = Distill(on_policy=0, divergence="jsd", beta=0.3, temperature=1.5, ce_coef=0.2)
 
@@ -34,7 +36,7 @@ def teacher_model(seed=1, **changes):
 def teachers_of(method, *names, **changes):
     """What `make_policy` loads teachers by: one without a name, or one for each name."""
 
-    def load(policy, attach_engine):
+    def load(policy, engine, attach_engine):
         by_name = {}
         for number, name in enumerate(names or [None]):
             model = teacher_model(number + 1, **changes)
@@ -161,7 +163,7 @@ def write_config(folder, rows, **keys):
         "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"), **keys,
     }  # fmt: skip
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
     return load_config(file)
 
 
@@ -244,3 +246,152 @@ def test_another_tokenizer_is_refused_by_name(models):
         UserError, match=r"there has another tokenizer.*1 tokens differ \('<extra>' is \d+ here and missing"
     ):
         require_same_vocabulary(student, other, "distill.teacher: there")
+
+
+def test_rows_keep_the_name_of_their_teacher(models):
+    rows = [{**row, "teacher_id": "ab"[n % 2]} for n, row in enumerate(TEXTS)]
+    places = {"a": str(models / "teacher"), "b": str(models / "student")}
+    config = write_config(models, rows, distill={"teachers": places, "on_policy": 0}, val_set_size=4)
+    assert evaluate(config)["eval_loss"] > 1e-3
+    only = {"a": str(models / "teacher")}
+    with pytest.raises(UserError, match=r"names the teacher 'b'; distill.teachers has a"):
+        evaluate(write_config(models, rows, distill={"teachers": only, "on_policy": 0}, val_set_size=4))
+
+
+LOGGED = {"kd_trainer": True, "kd_ce_alpha": 0.1, "kd_alpha": 0.9, "kd_temperature": 1.0}
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_axolotls_rows_of_logged_log_probs_are_learned_from(models, legacy):
+    chats = []
+    for number, row in enumerate(CHATS):
+        lists = [[(10 + number, -0.5), (20, -9999.0), (30, -1.5)]] * 3  # of the last three tokens
+        logged = {"logprobs": [[{"token": f"token_id:{t}", "logprob": p} for t, p in one] for one in lists]}
+        if not legacy:
+            logged = {"logprobs": [[p for _, p in one] for one in lists]}
+            logged["target_token_ids"] = [[t for t, _ in one] for one in lists]
+        chats.append({**row, **logged})
+    config = write_config(models, chats, rl=None, **LOGGED, plugins=["axolotl.integrations.kd.KDPlugin"])
+    entry = {"path": str(models / "rows.jsonl"), "type": "axolotl.integrations.kd.chat_template"}
+    keys = {**LOGGED, "datasets": [{**entry, "logprobs_field": "logprobs"}], "val_set_size": 2}
+    config = write_config(models, chats, rl=None, **keys)
+    method = config.method
+    assert (method.kind, method.tail, method.coef, method.ce_coef) == ("forward_kl", "drop", 0.9, 0.1)
+    assert method.temperature_squared
+    train(config)
+    first = next(line for line in metrics_of(models / "out") if "loss" in line)
+    assert first["distill/teacher_tail_mass"] > 0
+    assert first["loss"] == pytest.approx(0.9 * first["distill/divergence"] + 0.1 * first["distill/ce_loss"], rel=1e-3)
+
+
+def test_a_list_that_a_teacher_logged_teaches_as_the_teacher_does(tmp_path):
+    method = Distill(on_policy=0, top_k=5, tail="bucket")
+    rows, teacher = rows_for(method), teacher_model(1)
+    logged = []
+    for row in rows:
+        log_p = teacher(input_ids=torch.tensor([row["ids"]])).logits[0].log_softmax(-1).detach()
+        best = log_p.roll(1, 0).topk(5)  # the list of a token is that of the one before it, which predicts it
+        lists = {"teacher_ids": best.indices.tolist(), "teacher_logps": best.values.tolist()}
+        logged.append({**row, **lists})
+    losses = []
+    for data, parts in (
+        (rows, teachers_of(method)),
+        (logged, {"load_teachers": lambda *_: Teachers({None: LoggedTeacher(method)})}),
+    ):
+        trainer = trainer_for(method, tmp_path, rows=data, batch=len(rows), budget=40, parts=parts)
+        (inputs,) = list(trainer.get_train_dataloader())
+        losses.append(trainer.runner.train(trainer.model, inputs["units"]))
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="a row has no teacher_ids"):
+        trainer.runner.train(trainer.model, units_of(rows, method))
+
+
+def test_the_teacher_writes_what_the_student_does_not(models):
+    block = {"teacher": str(models / "teacher"), "on_policy": 0.5, "seq_kd": True, "ce_coef": 0.5}
+    config = write_config(models, PROMPTS, distill=block, trl={"max_completion_length": 6}, micro_batch_size=8)
+    train(config)
+    first = next(line for line in metrics_of(models / "out") if "loss" in line)
+    assert first["distill/ce_loss"] > 0
+
+
+@pytest.fixture
+def served(models):
+    server = FakeVllm(models / "teacher")
+    server.tokenizer = byte_tokenizer("chatml")
+    yield server
+    server.close()
+
+
+def test_a_server_teaches_as_the_same_model_in_this_process(models, served):
+    block = {"on_policy": 0, "top_k": 6, "divergence": "forward_kl"}
+    here = evaluate(write_config(models, TEXTS, distill={"teacher": str(models / "teacher"), **block}, val_set_size=4))
+    there = evaluate(write_config(models, TEXTS, distill={"teacher": served.url, **block}, val_set_size=4))
+    for name in ("eval_loss", "eval_distill/agreement", "eval_distill/teacher_tail_mass"):
+        assert here[name] == pytest.approx(there[name], abs=1e-4), name
+    served.tokenizer.add_tokens(["Ask what"])
+    with pytest.raises(UserError, match="has another tokenizer than the student: 'Ask what"):
+        evaluate(write_config(models, TEXTS, distill={"teacher": served.url, **block}, val_set_size=4))
+
+
+def test_a_log_of_a_teacher_replaces_it(models):
+    block = {"on_policy": 0, "top_k": 6, "divergence": "forward_kl"}
+    with_teacher = write_config(
+        models, TEXTS, distill={"teacher": str(models / "teacher"), **block}, micro_batch_size=8
+    )
+    tokens = write_log(with_teacher, models / "teacher.parquet")
+    assert tokens == 8 * 4  # a space, two letters and the end token
+    train(with_teacher)
+    right = [line["loss"] for line in metrics_of(models / "out") if "loss" in line]
+    keys = {"datasets": [{"path": str(models / "teacher.parquet")}], "output_dir": str(models / "logged")}
+    train(write_config(models, TEXTS, distill={"teacher": "logged", **block}, micro_batch_size=8, **keys))
+    found = [line["loss"] for line in metrics_of(models / "logged") if "loss" in line]
+    assert found == pytest.approx(right, rel=2e-3)
+
+
+HINTED = [{**row, "answer": row["completion"]} for row in TEXTS]
+HINTS = """
+def hint(row):
+    return f"{row['prompt']} (it is{row['answer']})"
+"""
+
+
+@pytest.mark.parametrize("weights", ["initial", "live", "ema"])
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_a_policy_learns_from_itself_with_a_hint(models, weights, adapter):
+    (models / "hints.py").write_text(HINTS)
+    sees = "hints.hint" if weights == "live" else "{prompt} (it is{answer})"
+    block = {"teacher": "self", "self_weights": weights, "privileged_prompt": sees, "on_policy": 0.5, "ema_rate": 0.5}
+    keys = {} if adapter is None else {"adapter": adapter, "lora_target_linear": True}
+    config = write_config(models, HINTED, distill=block, trl={"max_completion_length": 5}, **keys)
+    trainer = build(config)
+    inputs = trainer.rollouts.next_step(trainer.runner, trainer.model, trainer.state)
+    trainer.runner.train(trainer.model, inputs["units"])
+    metrics = trainer.runner.meters.drain(trainer.accelerator)
+    total, tokens = 0.0, 0
+    for unit in inputs["units"]:
+        (sample,) = unit.samples
+        length, seen = unit.teacher_prompt
+        completion = sample.ids[length:]
+        text = trainer.processing_class.decode(seen)
+        assert "(it is" in text
+        logs = []
+        for prompt in (sample.ids[:length], seen):
+            ids = torch.from_numpy(np.concatenate([prompt, completion]))
+            logits = trainer.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+            logs.append(logits.double().log_softmax(-1).detach())
+        total += float((logs[0].exp() * (logs[0] - logs[1])).sum())
+        tokens += len(completion)
+    assert metrics["distill/reverse_kl"] == pytest.approx(total / tokens, abs=1e-4)
+    assert total > 1e-3
+    trainer.rollouts.close()
+
+
+def test_an_average_of_the_policy_follows_it(models):
+    block = {"teacher": "self", "self_weights": "ema", "privileged_prompt": "{prompt} or {answer}", "ema_rate": 0.5}
+    config = write_config(
+        models, HINTED, distill=block, trl={"max_completion_length": 5}, save_strategy="steps", save_steps=2
+    )
+    train(config)
+    assert (models / "out" / "checkpoint-2" / "reference.safetensors").is_file()
+    with pytest.raises(UserError, match="columns of the row in braces"):
+        train(write_config(models, HINTED, distill={**block, "privileged_prompt": "{nothing}"}))

@@ -4,10 +4,12 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
+from upweight.cli.distill import distill_log
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -20,16 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
-TrainedTarget = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
-Processes = Annotated[int | None, typer.Option("--num-processes", min=1, help="Ranks here; else one for each GPU.")]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folder, or its config; several to compare.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-# `--trl.beta 0.1`, as other trainers write it, is an override too.
-TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -46,8 +38,7 @@ def validate(
     loaded = load_with_notices(config, overrides, fragment=fragment)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
     if not fragment:
-        left_out = ", ".join(NOT_VALIDATED)
-        logger.info("not checked, since it depends on the machine: %s (upweight doctor %s)", left_out, config)
+        logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
 
 
@@ -73,6 +64,9 @@ def preprocess(
             logger.info("%s", line)
         for row in shown_rows(stage, prepared, show, tokens=tokens):
             print(json.dumps(row, ensure_ascii=False))
+
+
+app.command(**TAKES_OVERRIDES)(distill_log)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -323,9 +317,7 @@ def watch(
 
 
 @app.command()
-def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="One of ours, or yours: mine.Method.")] = None,
-) -> None:
+def methods(name: Annotated[str | None, typer.Argument(help="One of ours, or yours: mine.Method.")] = None) -> None:
     """List the training methods, or print the keys and needs of one."""
     from upweight.cli.methods import run
 
@@ -334,8 +326,8 @@ def methods(
 
 @app.command("check-method", **TAKES_OVERRIDES)
 def check_method(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="mine.py, mine.py:name, mine.name, or a config.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Its settings.")] = None,
+    target: Annotated[str, typer.Argument(help="mine.py, mine.py:name, mine.name, or a config.")],
+    overrides: Overrides = None,
     place: Annotated[str | None, typer.Option("--as", help="Where a function stands: grpo, advantages, dpo...")] = None,
 ) -> None:
     """Try whether a method of yours has the properties that training relies on."""

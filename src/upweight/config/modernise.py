@@ -40,6 +40,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     _precision(content, findings)
     _attention(content, findings)
     _checkpointing(content, findings)
+    _distillation(content, findings)
     _plugins(content, findings)
     _accelerator(content, findings)
     if content.get("tokens") == []:
@@ -167,6 +168,24 @@ def _checkpointing(content: dict[Any, Any], findings: Findings) -> None:
     if content.get("activation_offloading") in ("legacy", "disk", "hidden_states"):
         findings.notices.append("activation_offloading: activations go to host memory: use 'true'")
         content["activation_offloading"] = True
+
+
+def _distillation(content: dict[Any, Any], findings: Findings) -> None:
+    """`kd_*`, as Axolotl writes distillation from logged log-probs or from a server, as `rl: distill`."""
+    if not any(asks_for_something(value) for key, value in content.items() if str(key).startswith("kd_")):
+        return
+    content.pop("kd_trainer", None)
+    if content.pop("kd_online_server", "vllm") != "vllm":
+        findings.errors.append("kd_online_server: only a vLLM server can be a teacher.")
+    renormalises, beta = content.pop("kd_normalize_topk", None), content.pop("kd_beta", None)
+    for old, new in peers.KD_KEYS.items():
+        _rename(content, old, new, findings, deprecated=False)
+    content.setdefault("rl", "distill")
+    block = content.setdefault("distill", {})
+    fixed = {"on_policy": 0, "divergence": "jsd", "beta": beta or 0.0, "temperature_squared": True}
+    fixed |= {"teacher": "logged", "top_k": 128, "tail": "renormalise" if renormalises else "drop"}
+    if isinstance(block, dict):
+        content["distill"] = fixed | block
 
 
 def _plugins(content: dict[Any, Any], findings: Findings) -> None:

@@ -14,6 +14,7 @@ STANDARD_SERVER = SATISFIED["vllm.serve_module"]
 REFUSED: dict[str, list[str]] = TABLES["not_here"]
 REASONS: dict[str, str] = {key: reason for reason, keys in REFUSED.items() for key in keys}
 RENAMED: dict[str, str] = TABLES["renamed"]
+KD_KEYS: dict[str, str] = TABLES["kd_keys"]
 OTHER_NAMES: dict[str, str] = TABLES["other_names"]
 ATTENTION_SWITCHES: dict[str, str] = TABLES["attention_switches"]
 ROW_RENAMED: dict[str, str] = TABLES["row_renamed"]

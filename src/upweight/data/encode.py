@@ -33,7 +33,11 @@ def build_encoder(  # noqa: PLR0917
     """Build the encoder for the rows of one entry of `datasets` (or `test_datasets`)."""
     template = chat_template(data, entry, tokenizer, folder)
     reader = MessageReader(entry, data.default_system_message)
-    setup = Setup(data, entry, method, reader, template, TextTokens(tokenizer, data.eot_tokens), classes)
+    sees, function = method.teacher_sees, None
+    if sees is not None and "{" not in sees:
+        function = load_function(sees, folder, "distill.privileged_prompt")
+    tokens = TextTokens(tokenizer, data.eot_tokens)
+    setup = Setup(data, entry, method, reader, template, tokens, classes, function)
     if any(row is entry for row in data.test_datasets):  # a transform sees its entry as `cfg.datasets[dataset_idx]`
         cfg = ConfigView({**cfg, "datasets": cfg.get("test_datasets")})
     chosen = RowFilter(load_function(entry.filter, folder, "datasets.filter"), entry.filter) if entry.filter else None
@@ -73,6 +77,7 @@ class Encoder:
         self.setup, self.transform, self.filter = setup, transform, row_filter
         self.read = format_of(setup.method.formats(), None if transform else setup.entry.type)
         functions = [function.source_text for function in (transform, row_filter) if function]
+        functions += [source_of(setup.teacher_prompt)] if setup.teacher_prompt else []
         self.source_text = "".join([setup.template.source or "", *functions])
 
     def __call__(self, row: Mapping[str, Any]) -> list[Record]:

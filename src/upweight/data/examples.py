@@ -32,6 +32,7 @@ class Setup:
     template: ChatTemplate
     tokens: TextTokens
     classes: int | None = None  # outputs of the score head, if known
+    teacher_prompt: Callable[[dict[str, Any]], Any] | None = None  # the user's function of what a teacher sees
 
     @property
     def form(self) -> UserFormat:
@@ -110,16 +111,20 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     # The true completion as the template writes it; then, in turn, the text up to the next completion, and that one.
     truth: tuple[str, ...] = ()
+    seen_by_teacher: str | None = None  # the prompt that a teacher sees in place of this one
 
     def texts(self, setup: Setup) -> list[str]:
         check_all_text(self.columns, "row")
-        return [self.text, *self.truth]
+        return [self.text, *self.truth, *([] if self.seen_by_teacher is None else [self.seen_by_teacher])]
 
     def record(self, setup: Setup, ids: Ids) -> Record:
         prompt = setup.tokens.with_bos(ids[0])
         if not prompt:
             raise RowError("prompt", "text of at least one token")
         columns = {**self.columns, "prompt": self.prompt, "prompt_ids": prompt}
+        if self.seen_by_teacher is not None:
+            *ids, seen = ids
+            columns["teacher_prompt_ids"] = setup.tokens.with_bos(seen)
         if self.truth:
             truth = enumerate(ids[1:])
             columns["truth_ids"] = [turn if number % 2 else setup.tokens.with_eos(turn) for number, turn in truth]
@@ -268,6 +273,7 @@ class WithColumns:
 
     example: Text | Segments | Pieces | Tokens
     columns: dict[str, Any]
+    by_token: dict[str, list[list[Any]]] = field(default_factory=dict)  # the last entry is that of the last token
 
     def texts(self, setup: Setup) -> list[str]:
         return self.example.texts(setup)
@@ -277,11 +283,20 @@ Example = Completions | Steps | Prompt | Text | Segments | Pieces | Tokens | Wit
 Format = Callable[[Setup, Row], list[Example]]
 
 
+def _by_token(example: WithColumns, record: Record) -> dict[str, list[list[Any]]]:
+    """Return the lists of an example's tokens, with empty ones for the tokens before them."""
+    tokens = len(record.columns["ids"])
+    for name, lists in example.by_token.items():
+        if len(lists) > tokens:
+            raise RowError(name, f"at most a list for each of the {tokens} tokens, got {len(lists)}")
+    return {name: [[]] * (tokens - len(lists)) + lists for name, lists in example.by_token.items()}
+
+
 def records_of(example: Example, setup: Setup, ids: Ids) -> list[Record]:
     """Return the records that an example becomes, given the ids of its texts."""
     if isinstance(example, WithColumns):
         records = records_of(example.example, setup, ids)
-        return [replace(record, columns=record.columns | example.columns) for record in records]
+        return [replace(one, columns=one.columns | example.columns | _by_token(example, one)) for one in records]
     return example.records(setup, ids) if isinstance(example, Pieces) else [example.record(setup, ids)]
 
 

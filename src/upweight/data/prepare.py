@@ -155,6 +155,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     shape: dict[str, Any] = {
         "code": [__version__, transformers.__version__, cache.code_digest()],
         "method": [config.method.name, config.method.data, config.method.strided],
+        "teacher": [config.method.teacher_sees, config.method.teacher_writes, config.method.demonstration_share > 0],
         "classes": config.model.num_labels,
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude={*NOT_SHAPING, *MIXING, "datasets", "test_datasets"}),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upweight.types import Divergence
 
-COMPARED = ("divergence_T", "forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "agrees_T")
+COMPARED = ("divergence_T", "forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T", "agrees_T")
 LISTED = ("listed_logps_TK", "listed_tail_T", "agrees_T")
 ONLY_MEASURED = frozenset(COMPARED[1:])  # statistics without a gradient
 _TINY = torch.finfo(torch.float32).tiny
@@ -87,7 +87,7 @@ def top_k(states: TeacherStates, k: int, temperature: float, rows: int) -> TopK:
     return TopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def compared(logits_TV: Tensor, teacher_TV: Tensor, how: Divergence) -> dict[str, Tensor]:
+def compared(logits_TV: Tensor, teacher_TV: Tensor, target_T: Tensor, how: Divergence) -> dict[str, Tensor]:
     """Return the divergence of two rows of logits at its temperature, and what is measured beside it."""
     # All is computed from log p - log q, whose rounding does not grow with the size of the logits.
     log_q = (logits_TV / how.temperature).log_softmax(-1)
@@ -106,6 +106,7 @@ def compared(logits_TV: Tensor, teacher_TV: Tensor, how: Divergence) -> dict[str
         out["divergence_T"] = forward_T if how.kind == "forward_kl" else reverse_T
         out["divergence_inner_T"] = reverse_T.detach()
     out["teacher_log_sum_exp_T"] = teacher_log_sum_T
+    out["teacher_logps_T"] = log_p.gather(1, target_T[:, None])[:, 0]
     out["teacher_entropy_T"] = -(p * log_p).sum(-1)
     out["agrees_T"] = log_q.detach().argmax(-1) == log_p.argmax(-1)
     return out

@@ -99,7 +99,7 @@ class Engine:
 
     def teacher_states(self, model: nn.Module, batch: Batch) -> TeacherStates:
         """Return the states of a frozen model at the scored tokens, and what turns them into logits."""
-        base = unwrap_peft(model)
+        base = unwrap_peft(getattr(model, "module", model))
         head, transform = base.get_output_embeddings(), base.__dict__.get("_logit_transform")
         if head is None or transform is None:
             raise UserError(
@@ -108,12 +108,19 @@ class Engine:
         with torch.no_grad():
             hidden_TE = self(model, batch, head=False).features_TF
         assert hidden_TE is not None
-        project, weight = head.__dict__["_stock_forward"], getattr(head, "weight", None)
-        if isinstance(weight, DTensor):  # gathered once for all chunks, as ranks have different numbers of them
-            whole, bias = weight.full_tensor().to(hidden_TE.dtype), getattr(head, "bias", None)
-            whole_bias = bias.full_tensor().to(hidden_TE.dtype) if isinstance(bias, DTensor) else bias
-            project = functools.partial(F.linear, weight=whole, bias=whole_bias)
+        project = head.__dict__["_stock_forward"]
+        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+            # The weights of now, whole: later the module may hold others, and ranks have different numbers of chunks.
+            weight, bias = (_whole(value, hidden_TE.dtype) for value in (head.weight, head.bias))
+            project = functools.partial(F.linear, weight=weight, bias=bias)
         return TeacherStates(hidden_TE, project, transform, base.config.get_text_config().vocab_size)
+
+
+def _whole(value: Tensor | None, dtype: torch.dtype) -> Any:
+    """Return a weight without its gradient, gathered from the ranks where they hold shards of it."""
+    if value is None:
+        return None
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(dtype)
 
 
 def _install(base: PreTrainedModel) -> None:

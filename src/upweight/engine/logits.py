@@ -134,7 +134,7 @@ def token_statistics(
     if teacher is not None and request.teacher_transform is None:
         out = listed(logits, teacher, request.divergence)
     elif teacher is not None and request.teacher_transform is not None:
-        out = compared(logits, request.teacher_transform(teacher.float()), request.divergence)
+        out = compared(logits, request.teacher_transform(teacher.float()), target_T, request.divergence)
     if request.temperature != 1.0:
         logits = logits / request.temperature
     # one exponential serves all: on a CPU it costs more than everything else here

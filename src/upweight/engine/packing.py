@@ -90,8 +90,8 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         version_T=_joined([None if s.lag is None else s.versions for s in samples], kept, torch.float32),
         lag_T=_joined([s.lag for s in samples], kept, torch.float32),
         longest=max(map(len, scored), default=0),
-        teacher_ids_TK=_joined([s.teacher_ids for s in samples], kept, torch.int64),
-        teacher_logps_TK=_joined([s.teacher_logps for s in samples], kept, torch.float32),
+        teacher_ids_TK=_joined(_as_wide([s.teacher_ids for s in samples], -1), kept, torch.int64),
+        teacher_logps_TK=_joined(_as_wide([s.teacher_logps for s in samples], -np.inf), kept, torch.float32),
     )
 
 
@@ -201,6 +201,15 @@ def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torc
     """Return the kept parts of all samples' arrays concatenated, or None when an array is missing."""
     parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
+
+
+def _as_wide(lists: Sequence[NDArray | None], fill: float) -> list[NDArray | None]:
+    """Return all samples' lists with as many columns as the widest has."""
+    width = max([0, *(one.shape[1] for one in lists if one is not None)])
+    wider = [((0, 0), (0, 0 if one is None else width - one.shape[1])) for one in lists]
+    return [
+        None if one is None else np.pad(one, more, constant_values=fill) for one, more in zip(lists, wider, strict=True)
+    ]
 
 
 def _token_advantages(samples: Sequence[Sample], kept: Sequence[slice]) -> Tensor | None:

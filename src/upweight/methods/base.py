@@ -71,6 +71,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def teacher_advantage(self) -> float:
+        """Weight of a teacher's log-prob over the sampler's in the advantage of each sampled token."""
+        return 0.0
+
+    @property
     def comparison(self) -> Divergence:
         """How scored tokens are compared with a teacher's, where `statistics` ask for it."""
         return Divergence()
@@ -81,14 +86,29 @@ class Method(Section, ABC):
         return None
 
     @property
-    def compares_rewards(self) -> bool:
-        """Whether an online method learns from rewards; without, completions need none."""
+    def needs_rewards(self) -> bool:
+        """Whether an online method learns nothing from completions without rewards."""
         return True
 
     @property
     def demonstration_share(self) -> float:
         """Share of prompts that keep the data's completion where others are sampled."""
         return 0.0
+
+    @property
+    def teacher_sees(self) -> str | None:
+        """What a teacher sees in place of a prompt: a text with columns of the row, or a function; None: the same."""
+        return None
+
+    @property
+    def self_teacher(self) -> Literal["initial", "live", "ema"]:
+        """Which weights of the policy teach, where it is its own teacher."""
+        return "initial"
+
+    @property
+    def teacher_writes(self) -> bool:
+        """Whether the teacher samples the completions that are not the policy's, in place of the data."""
+        return False
 
     @property
     def needs_kl_in_reward(self) -> bool:

@@ -6,14 +6,16 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, required, scalar
+from upweight.methods.base import Method, ReferenceSync, required, scalar
 from upweight.methods.formulas.divergences import Tail, divergence, listed_logs
 from upweight.methods.policy_gradient import PolicyGradient
 from upweight.settings import same_setting, setting
 from upweight.types import Batch, Divergence, Loss, Mean, Metric, Outputs
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
-COMPARED = frozenset({"divergence_T", "forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "agrees_T", "entropy_T"})
+COMPARED = frozenset({
+    "divergence_T", "forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T", "agrees_T", "entropy_T",
+})  # fmt: skip
 LISTED = frozenset({"listed_logps_TK", "listed_tail_T", "agrees_T", "entropy_T"})
 DEMONSTRATION = 1  # label of the data's completions among sampled ones
 
@@ -28,6 +30,17 @@ class Distill(Method):
     on_policy: float = setting(
         "distill.on_policy", 1.0, "Share of rows whose completion the student samples; 0: the data's.", ge=0, le=1
     )
+    seq_kd: bool = setting("distill.seq_kd", False, "The teacher writes the completions that the student does not.")
+    privileged_prompt: str | None = setting(
+        "distill.privileged_prompt", None, "What the teacher sees as prompt: a text with {columns}, or file.function."
+    )
+    self_weights: Literal["initial", "live", "ema"] = setting(
+        "distill.self_weights",
+        "initial",
+        "With `distill.teacher: self`: weights of the start, of now, or their average.",
+    )
+    ema_rate: float = setting("distill.ema_rate", 0.05, "Policy's share in each update of the average.", gt=0, le=1)
+    ema_steps: int = setting("distill.ema_steps", 1, "Steps between two updates of the average.", ge=1)
     divergence: Kind = setting("distill.divergence", "reverse_kl", "What is minimised at every token.")
     beta: float = setting(
         "distill.beta", 0.5, "Teacher's share of the mixture in jsd; 0 and 1 are forward_kl and reverse_kl.", ge=0, le=1
@@ -57,7 +70,7 @@ class Distill(Method):
 
     @property
     def online(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - a setting decides
-        return self.on_policy > 0
+        return self.on_policy > 0 or self.seq_kd or self.privileged_prompt is not None
 
     @property
     def data(self) -> Literal["text", "prompts"]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -72,12 +85,28 @@ class Distill(Method):
         return True
 
     @property
-    def compares_rewards(self) -> bool:
+    def needs_rewards(self) -> bool:
         return False
 
     @property
     def demonstration_share(self) -> float:
         return 1 - self.on_policy
+
+    @property
+    def teacher_writes(self) -> bool:
+        return self.seq_kd
+
+    @property
+    def teacher_sees(self) -> str | None:
+        return self.privileged_prompt
+
+    @property
+    def self_teacher(self) -> Literal["initial", "live", "ema"]:
+        return self.self_weights
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        return ReferenceSync(self.ema_rate, self.ema_steps) if self.self_weights == "ema" else None
 
     @property
     def comparison(self) -> Divergence:
@@ -139,6 +168,9 @@ class Distill(Method):
             "distill/agreement": Mean.of(required(out.agrees_T)),
             "entropy": Mean.of(required(out.entropy_T)),
         }
+        if out.teacher_logps_T is not None and self.temperature == 1:
+            gain_T = out.teacher_logps_T - required(out.logps_T)
+            metrics["distill/teacher_gain"] = Mean.over(gain_T, self._given(batch))
         weight = self.coef * (self.temperature**2 if self.temperature_squared else 1)
         sums = {"tokens": weight * value_T.sum()}
         if self.ce_coef:

@@ -37,7 +37,7 @@ class PolicyGradient(Section):
     lora_learning_rate: ClassVar[float | None] = 1e-5
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T"})
 
-    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
+    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=1)
     max_completion_length: int = setting(
         "trl.max_completion_length", 256, "Most tokens a completion may have; also the divisor of dr_grpo.", ge=1
     )
@@ -65,6 +65,12 @@ class PolicyGradient(Section):
     )
     off_policy_mask_threshold: float | None = setting(
         "trl.off_policy_mask_threshold", None, "Drop sequences of negative advantage that got this much less likely."
+    )
+    teacher_kl_coef: float = setting(
+        "trl.teacher_kl_coef",
+        0.0,
+        "Weight of the teacher's log-prob over the sampler's in each token's advantage.",
+        ge=0,
     )
     top_entropy_quantile: float = setting(
         "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
@@ -102,6 +108,8 @@ class PolicyGradient(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
+        if self.num_generations < 2 and not self.teacher_kl_coef:
+            raise ValueError("trl.num_generations: 1 completion has no others to compare with: at least 2")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("trl.sync_ref_model needs a reference: set trl.beta above 0")
         if self.loss_type == "vespo" and (self.sampler_correction_mode or "token").startswith("sequence"):
@@ -152,6 +160,18 @@ class PolicyGradient(Section):
 
     def _loss_asks(self, *names: str) -> bool:
         return LOSS in self.calls and any(name in self.calls[LOSS].asks for name in names)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.teacher_kl_coef > 0
+
+    @property
+    def needs_rewards(self) -> bool:
+        return not self.teacher_kl_coef
+
+    @property
+    def teacher_advantage(self) -> float:
+        return self.teacher_kl_coef
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
@@ -324,7 +344,7 @@ class PolicyGradient(Section):
             temperatures = self.sapo_temperature_pos, self.sapo_temperature_neg
             loss_T = correction_T * policy_losses.sapo(ratio_T, advantage_T, *temperatures)
         else:
-            metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
+            metrics |= policy_losses.clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
             loss_T = correction_T * policy_losses.clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
 
         if self.off_policy_mask_threshold is not None:
@@ -362,26 +382,3 @@ def is_sampled(batch: Batch) -> Tensor:
     if batch.label_S is None:
         return torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.sequence_T.device)
     return batch.label_S == 0
-
-
-def clip_metrics(
-    ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float, *, batch: Batch | None = None
-) -> dict[str, Metric]:
-    """Return the fractions of tokens whose gradient the clip removed; without a batch, values are of sequences."""
-    below_T = (ratio_T < 1 - low) & (advantage_T < 0)
-    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
-
-    def extreme(clipped_T: Tensor, sign: int) -> Extreme:
-        """Return the extreme of the sequences' shares."""
-        if batch is None:
-            return Extreme.over(clipped_T, sampled_T, sign)
-        scored_S = sequence_sum(sampled_T.float(), batch)
-        return Extreme.over(sequence_sum(clipped_T.float(), batch) / scored_S.clamp(min=1), scored_S > 0, sign)
-
-    return {
-        "clip_ratio/low_mean": Mean.over(below_T, sampled_T),
-        "clip_ratio/low_min": extreme(below_T, -1),
-        "clip_ratio/high_mean": Mean.over(above_T, sampled_T),
-        "clip_ratio/high_max": extreme(above_T, 1),
-        "clip_ratio/region_mean": Mean.over(below_T | above_T, sampled_T),
-    }

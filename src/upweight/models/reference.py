@@ -120,6 +120,15 @@ class AdapterOff(Reference):
                     parameter.requires_grad_(requires_grad)
 
 
+class LivePolicy(Reference):
+    """The policy as it is now."""
+
+    @contextmanager
+    def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
+        with torch.no_grad(), dropout_off(wrapped):
+            yield wrapped
+
+
 class FrozenWeights(Reference):
     """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones."""
 

@@ -44,7 +44,10 @@ def part_rewards(item: Any, number: Callable[[Any], float | None]) -> PartReward
 def fitted(
     parts: PartRewards, ids: Sequence[int], text: str | None, decode: Callable[[list[int]], str] | None, where: str
 ) -> list[tuple[int, float]]:
-    """Return (end, value) pairs over the tokens `ids` of a completion; raise a UserError where they do not fit it."""
+    """Return (end, value) pairs over the tokens `ids` of a completion; raise a UserError where they do not fit it.
+
+    Without `decode`, as where rewards are tried on written rows, ends in characters stay what they are.
+    """
     pairs, count = parts.pairs, len(ids)
     if parts.by_token and len(pairs) != count:
         remedy = "Give one for each entry of completion_ids, or (end, value) pairs"
@@ -54,14 +57,13 @@ def fitted(
     if wrong is not None and not parts.by_token:
         rule = f"An end is the number of {unit} up to the end of its part: 1 to {limit} here"
         raise UserError(f"{where} has {limit} {unit}, but got the end {wrong}. {rule}.")
-    if not parts.in_text:
+    if not parts.in_text or decode is None:
         return pairs
-    if decode is None or text is None or decode(list(ids)) != text:
+    if text is None or decode(list(ids)) != text:
         why = "its text is not that of its tokens, as in an episode of several turns"
         raise UserError(f"{where}: '{CHARACTERS}' cannot be placed: {why}. Give ends in tokens (completion_ids).")
-    read = decode  # bound before the closure, as a function that is not None
 
     def covers(tokens: int, end: int) -> bool:
-        return read(list(ids[:tokens])).startswith(text[:end])
+        return decode(list(ids[:tokens])).startswith(text[:end])
 
     return [(bisect_left(range(count), True, lo=1, key=lambda n, end=end: covers(n, end)), v) for end, v in pairs]

@@ -9,7 +9,13 @@ import torch
 
 from upweight.types import Completion, Group
 
-TOKEN_COLUMNS = ("prompt_ids", "truth_ids", "ids", "loss_mask")  # of a row; other columns have the same as text
+TOKEN_COLUMNS = (
+    "prompt_ids",
+    "teacher_prompt_ids",
+    "truth_ids",
+    "ids",
+    "loss_mask",
+)  # of a row; other columns have the same as text
 
 
 class PromptRows(Protocol):

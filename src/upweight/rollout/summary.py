@@ -35,12 +35,14 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
     without_signal = [not has_signal(group) for group in groups]
     sizes = [len(group.rewards_SR) for group in groups if group.rewards_SR is not None]
     spreads = [value for part_S in reward_S.split(sizes) if not math.isnan(value := _std(part_S))]
-    metrics = {
-        "reward": _mean(reward_S),
-        "reward_std": _std(reward_S),
-        "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
-        "frac_reward_zero_std": sum(without_signal) / len(without_signal),
-    }
+    metrics: dict[str, float] = {}
+    if rewards_SR.shape[1]:
+        metrics = {
+            "reward": _mean(reward_S),
+            "reward_std": _std(reward_S),
+            "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
+            "frac_reward_zero_std": sum(without_signal) / len(without_signal),
+        }
     if len(known_S := reward_S[~reward_S.isnan()]):
         metrics |= {"reward_min": float(known_S.min()), "reward_max": float(known_S.max())}
     # A method that computes its rewards itself logs them under other names.

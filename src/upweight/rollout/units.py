@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +38,18 @@ def units_of_groups(
             shares = [count / sum(tokens) if sum(tokens) else 1 / len(segments) for count in tokens]
             parts = zip(segments, shares, strict=True)
             samples = tuple(replace(segment, share=share) for segment, share in parts)
-            units.append(Unit(samples, group_index, teacher=group.row.get("teacher_id")))
+            units.append(Unit(samples, group_index, **_of_teacher(group)))
     labels = [_label(completion) for group in groups for completion in group.completions]
     if any(labels) or labelled:
         units = [_labelled(unit, label) for unit, label in zip(units, labels, strict=True)]
     return units
+
+
+def _of_teacher(group: Group) -> dict[str, Any]:
+    """Return the fields of a unit about its teacher."""
+    prompt = group.row.get("teacher_prompt_ids")
+    seen = None if prompt is None else (len(group.prompt_ids), np.array(prompt, np.int64))
+    return {"teacher": group.row.get("teacher_id"), "teacher_prompt": seen}
 
 
 def _label(completion: Completion) -> int:

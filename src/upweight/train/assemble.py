@@ -31,6 +31,7 @@ from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_for_feed, set_variables, step_size, training_arguments
 from upweight.train.distill.load import TeacherLoader
+from upweight.train.distill.teachers import LocalTeacher
 from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
@@ -274,7 +275,9 @@ def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = []
     if objects.from_script and policy.copies is not None:
         callbacks.append(PlainModelAfterwards(policy.copies, following=objects.optimizers[0] is None))
-    if policy.reference is not None and policy.method.reference_sync is not None:
-        assert isinstance(policy.reference, SyncedReference), "`reference_kind` chooses one that can follow"
-        callbacks.append(SyncReference(policy.reference, policy.method.reference_sync))
+    taught = [] if policy.teachers is None else policy.teachers.by_name.values()
+    references = [policy.reference, *(one.reference for one in taught if isinstance(one, LocalTeacher))]
+    sync = policy.method.reference_sync
+    if sync is not None:
+        callbacks += [SyncReference(one, sync) for one in references if isinstance(one, SyncedReference)]
     return callbacks

@@ -24,7 +24,7 @@ class Objects:
     model: Model | None = None  # None: loaded from the config's base_model
     load_dtype: torch.dtype | None = None  # for a model that is loaded by name
     reference: str | PreTrainedModel | None = None  # None: the initial policy
-    teacher: PreTrainedModel | None = None  # None: loaded from the place that the config names
+    teacher_model: str | Model | None = None  # None: loaded from the place that the config names
     tokenizer: Tokenizer | None = None
     train_dataset: Any = None  # or a mapping of names to datasets, which are mixed
     eval_dataset: Any = None  # or a mapping of names to datasets

@@ -34,7 +34,8 @@ from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
-LoadTeachers = Callable[[nn.Module, Callable[[nn.Module], Engine]], Teachers]  # of the policy, with what adds engines
+# From the policy and its engine, and a function that gives other models an engine.
+LoadTeachers = Callable[[nn.Module, Engine, Callable[[nn.Module], Engine]], Teachers]
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
 FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
@@ -162,7 +163,7 @@ def make_policy(
     if separate_reference is not None:
         load = partial(_load_separate, separate_reference, device, attach_engine)
     reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
-    teachers = None if load_teachers is None else load_teachers(model, attach_engine)
+    teachers = None if load_teachers is None else load_teachers(model, engine, attach_engine)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
     if optim.activation_offloading:

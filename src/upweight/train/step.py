@@ -174,11 +174,17 @@ class StepRunner:
             self.meters = training
 
     @torch.no_grad()
-    def logps(self, model: nn.Module, units: Sequence[Unit]) -> list[list[NDArray[np.float32]]]:
-        """Return the log-probs of each unit's scored tokens on every rank; zero for the first token of a sequence."""
+    def logps(
+        self, model: nn.Module, units: Sequence[Unit], engine: Engine | None = None
+    ) -> list[list[NDArray[np.float32]]]:
+        """Return the log-probs of each unit's scored tokens on every rank; zero for the first token of a sequence.
+
+        `engine`: that of a model which is not the policy.
+        """
         rank_logps: dict[int, list[NDArray[np.float32]]] = {}
-        for row in self.packer.rows(units, self.token_budget):
-            logps_T = self.engine(model, row.batch, temperature=row.temperature).logps_T
+        engine = engine or self.engine
+        for row in dataclasses.replace(self.packer, engine=engine).rows(units, self.token_budget):
+            logps_T = engine(model, row.batch, temperature=row.temperature).logps_T
             assert logps_T is not None
             samples = [sample for number in row.unit_numbers for sample in units[number].samples]
             counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))

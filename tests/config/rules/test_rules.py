@@ -43,6 +43,10 @@ def distilled(block=None, **keys):
     return {**WHOLE, "rl": "distill", "distill": {"teacher": "t", **(block or {})}, **keys}
 
 
+def guided(trl=None, **keys):
+    return {**WHOLE, "rl": "grpo", "trl": {"teacher_kl_coef": 1.0, **(trl or {})}, "distill": {"teacher": "t"}, **keys}
+
+
 BROKEN = {
     "dataset_exact_deduplication: compares all": {**STREAM, "dataset_exact_deduplication": True},
     "precompute_ref_log_probs: is not supported": {**STREAM, "rl": "dpo", "precompute_ref_log_probs": True},
@@ -76,6 +80,15 @@ BROKEN = {
     "distill.teacher: DeepSpeed does not": distilled(deepspeed="zero3.json"),
     "distill.teacher_load_in_4bit, distill.teacher": distilled({"teacher_load_in_4bit": True}, fsdp=True),
     "trl.reward_funcs: rl: distill learns": distilled(trl={"reward_funcs": ["r.f"]}),
+    "trl.top_p: samples would not": guided({"top_p": 0.9}),
+    "distill.teacher: nothing is logged": guided(distill={"teacher": "logged"}),
+    "trl.temperature: a server's": guided({"temperature": 0.5}, distill={"teacher": "http://there"}),
+    "trl.teacher_kl_coef: ebft": {**guided(), "rl": "ebft", "ebft": {"mode": "structured"}},
+    "distill.temperature: a listed": distilled({"teacher": "logged", "on_policy": 0, "top_k": 4, "temperature": 2.0}),
+    "distill.teacher: logged log-probs": distilled({"teacher": "logged", "top_k": 4}),
+    "distill.privileged_prompt: missing": distilled({"teacher": "self"}),
+    "distill.self_weights: is for": distilled({"self_weights": "ema"}),
+    "distill.seq_kd: only a single": distilled({"teacher": "http://there", "top_k": 4, "seq_kd": True}),
     "distill.top_k: missing": distilled({"teacher": "http://there:8000"}),
     "load_best_model_at_end: needs something": {**WHOLE, "load_best_model_at_end": True},
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},

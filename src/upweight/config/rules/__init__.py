@@ -12,7 +12,7 @@ NOT_VALIDATED = ("GPUs", "installed packages", "files and folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
     keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
-    distill.teachers, data.sources,
+    distill.teachers, distill.comparisons, data.sources,
     feeds.streams, feeds.weights, feeds.feeds,
     training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,
     training.best_checkpoint, training.shards, training.fsdp, training.deepspeed, training.paths,

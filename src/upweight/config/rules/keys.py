@@ -50,7 +50,7 @@ def required(config: Config) -> Iterator[str]:
     if not given.get("datasets") and not given.get("nemo_gym_datasets"):
         yield "datasets: missing. List what to train on."
     rewarded = given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
-    if method.online and method.compares_rewards and not method.computed_rewards and not rewarded:
+    if method.online and method.needs_rewards and not method.computed_rewards and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
     if method.needs_teacher and not config.teacher.places:
         yield "distill.teacher: missing. Name the model to learn from: a folder, a hub id or a vLLM server's URL."

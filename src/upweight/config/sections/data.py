@@ -76,6 +76,7 @@ class DatasetSpec(Strict):
     drop_system_message: bool = inner(False, "Drop system messages.")
     split_thinking: bool = inner(False, "Move the text inside `<think>` tags to the reasoning property of the message.")
     step_separator: str | None = inner(None, "Text between reasoning steps, for process reward models.")
+    logprobs_field: str | None = inner(None, "Column of a teacher's log-probs, for distillation.")
     server_name: str | None = inner(None, "NeMo Gym server that verifies these rows.")
     max_completion_length: PositiveInt | None = inner(None, "Longest completion, for process reward models.")
     train_on_last_step_only: bool = inner(False, "Label the last step only, for process reward models.")

@@ -59,17 +59,29 @@ class ModelSection(Section):
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
 
 
+LOGGED = "logged"  # in place of a teacher: the rows hold its log-probs
+SELF = "self"  # in place of a teacher: the policy itself
+
+
 class TeacherSection(Section):
     """The models that are distilled."""
 
     teacher: str | None = setting(
-        "distill.teacher", None, "Teacher: a folder, a hub id, an adapter's folder, or the URL of a vLLM server."
+        "distill.teacher",
+        None,
+        "Teacher: a folder, a hub id, an adapter's folder, a vLLM server's URL, `self`, `logged`.",
     )
     teachers: dict[str, str] = setting(
         "distill.teachers", {}, "Several teachers by name; the column `teacher_id` of a row names its teacher."
     )
+    revision: str | None = setting("distill.teacher_revision", None, "Hub branch, tag or commit of the teacher.")
+    load_options: dict[str, Any] = setting(
+        "distill.teacher_kwargs", {}, "Further arguments of `from_pretrained` for the teacher."
+    )
     load_in_4bit: bool = setting("distill.teacher_load_in_4bit", False, "Quantise the teacher to 4 bits.")
     load_in_8bit: bool = setting("distill.teacher_load_in_8bit", False, "Quantise the teacher to 8 bits.")
+
+    server_timeout: float = setting("distill.server_timeout", 240, "Seconds to wait for a teacher's server.", gt=0)
 
     @property
     def places(self) -> dict[str | None, str]:

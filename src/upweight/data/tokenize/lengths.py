@@ -20,12 +20,15 @@ CUT_COLUMNS = {
     "labelled": ("completion_ids",),
     "steps": ("ids", "labels"),
     "text": ("ids", "loss_mask"),
+    "distilled": ("ids", "loss_mask"),
     "documents": ("ids", "loss_mask"),
 }
 
 
 def kind_of_records(method: Method) -> str:
     """Return the kind of a method's prepared records; a document is what EBFT reads in strided mode."""
+    if method.evaluates_loss and method.data == "text":
+        return "distilled"
     return "documents" if method.strided else method.data
 
 

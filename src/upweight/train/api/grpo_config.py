@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from upweight.config.peers import FUSED_HEAD, STANDARD_SERVER
 from upweight.config.sections.data import DataSection
+from upweight.config.sections.model import TeacherSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.methods import GRPO, RLOO
@@ -118,6 +119,8 @@ class GRPOConfig(RolloutArguments):
     advantage_estimator: str = field_for(GRPO, "advantage_estimator")  # or a function
     scale_rewards: str = field_for(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
     multi_objective_aggregation: str = field_for(GRPO, "aggregation")
+    teacher_kl_coef: float = field_for(GRPO, "teacher_kl_coef")
+    teacher_model_name_or_path: str | None = field_for(TeacherSection, "teacher")
     reward_to_go: bool = field_for(GRPO, "reward_to_go")
     gamma: float = field_for(GRPO, "gamma")
     use_bias_correction_kl: bool = field_for(GRPO, "use_bias_correction_kl")

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from upweight.config import Config
-from upweight.config.sections.model import AdapterSection, ModelSection
+from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection
+from upweight.config.servers import is_url
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
@@ -21,9 +22,17 @@ from upweight.models.adapters.merge import AdapterFolder
 from upweight.models.load import load_model, resolve_source
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
-from upweight.models.reference import SeparateModel
+from upweight.models.reference import (
+    LivePolicy,
+    Reference,
+    SeparateModel,
+    adapter_state,
+    make_reference,
+    reference_kind,
+)
 from upweight.models.tokenizer import load_tokenizer
-from upweight.train.distill.teachers import LocalTeacher, Teacher, Teachers
+from upweight.train.distill.server import connect
+from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teacher, Teachers
 from upweight.train.objects import Objects, Tokenizer
 
 MOST_NAMED = 3  # tokens that an error names
@@ -41,16 +50,42 @@ class TeacherLoader:
     device: torch.device
     sharding: Sharding
 
-    def __call__(self, policy: nn.Module, attach_engine: AttachEngine) -> Teachers:
-        given = self.objects.teacher
-        if given is not None:
+    def __call__(self, policy: nn.Module, engine: Engine, attach_engine: AttachEngine) -> Teachers:
+        given, places = self.objects.teacher_model, self.config.teacher.places
+        if given is not None and not isinstance(given, str):
             _check_given(given, self.tokenizer)
             return Teachers({None: self._placed(given, policy, attach_engine)})
+        places = places if given is None else {None: given}
+        if not places:
+            raise UserError("distill.teacher: missing. Name the model to learn from: a folder or a hub id.")
         by_name: dict[str | None, Teacher] = {}
-        for name, place in self.config.teacher.places.items():
+        for name, place in places.items():
             key = "distill.teacher" if name is None else f"distill.teachers.{name}"
-            by_name[name] = self._placed(self._loaded(place, key), policy, attach_engine)
+            if is_url(place):
+                by_name[name] = connect(place, self.config.method, self.tokenizer, self.config.teacher.server_timeout)
+            elif place == SELF:
+                by_name[name] = self._self_teacher(policy, engine)
+            elif place == LOGGED:
+                by_name[name] = LoggedTeacher(self.config.method)
+            else:
+                by_name[name] = self._placed(self._loaded(place, key), policy, attach_engine)
         return Teachers(by_name)
+
+    def _self_teacher(self, policy: nn.Module, engine: Engine) -> LocalTeacher:
+        """Return the policy as its own teacher, with the weights that the method chooses."""
+        method, offload, base = self.config.method, self.config.optim.reference_offloading, unwrap_peft(policy)
+        head = base.get_output_embeddings()
+        if head is None or type(head).forward is not nn.Linear.forward:
+            raise UserError(
+                "distill.teacher: self needs a head without an adapter: leave it out of the adapted modules."
+            )
+        reference: Reference | None = LivePolicy(policy)
+        if method.self_teacher != "live":
+            synced = method.self_teacher == "ema"
+            kind = reference_kind(needed=True, adapter=adapter_state(policy), synced=synced)
+            reference = make_reference(kind, policy, self.dtype, synced=synced, offload=offload)
+        assert reference is not None
+        return LocalTeacher(method, reference, engine, base.config.get_text_config().vocab_size, offload)
 
     def _placed(self, model: nn.Module, policy: nn.Module, attach_engine: AttachEngine) -> LocalTeacher:
         """Place a teacher's model, and give it an engine."""
@@ -67,17 +102,25 @@ class TeacherLoader:
         """Load the model of a folder or the hub, or an adapter with its base, if its vocabulary is the student's."""
         student, teacher = self.config.model, self.config.teacher
         source, _ = resolve_source(place, None, key)
-        section = ModelSection(base_model=source, trust_remote_code=student.trust_remote_code)
+        options = {name: value for name, value in teacher.load_options.items() if name not in ("dtype", "torch_dtype")}
+        given = teacher.load_options.get("dtype", teacher.load_options.get("torch_dtype"))
+        dtype = getattr(torch, given, self.dtype) if isinstance(given, str) else given or self.dtype
+        section = ModelSection(
+            base_model=source,
+            trust_remote_code=student.trust_remote_code,
+            revision=teacher.revision,
+            load_options=options,
+        )
         adapter_file = Path(source) / "adapter_config.json"
         logger.info("teacher: loading %s", place)
         if adapter_file.is_file():
             base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
             adapted = AdapterFolder(section.model_copy(update={"base_model": base or student.base_model}), Path(source))
             require_same_vocabulary(self.tokenizer, adapted.tokenizer(), f"{key}: {place}")
-            return adapted.load(self.dtype)
+            return adapted.load(dtype)
         require_same_vocabulary(self.tokenizer, load_tokenizer(section), f"{key}: {place}")
         packed = AdapterSection(load_in_4bit=teacher.load_in_4bit, load_in_8bit=teacher.load_in_8bit)
-        return load_model(section, self.dtype, adapter=packed)
+        return load_model(section, dtype, adapter=packed)
 
 
 def _check_given(model: Any, tokenizer: Tokenizer) -> None:

@@ -31,6 +31,7 @@ from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
 from upweight.rollout.sampling_params import build_sampling
 from upweight.train.arguments import step_size
+from upweight.train.distill.sample import TeacherSampler
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
@@ -76,7 +77,7 @@ def build_rewards(
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
-    wanted = config.method.compares_rewards
+    wanted = config.method.needs_rewards
     if not rewards and wanted and (objects.from_script or env_setup is not None):
         raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     online = config.method.online_settings
@@ -184,7 +185,8 @@ def _completion_source(
     alone = env_setup is None
     source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
     share = policy.method.demonstration_share
-    return WithDemonstrations(source, share) if share else source
+    writer = TeacherSampler(policy) if policy.method.teacher_writes else None
+    return WithDemonstrations(source, share, writer) if share else source
 
 
 def _schedule(

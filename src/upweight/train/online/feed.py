@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import TrainerCallback
 
@@ -26,13 +27,14 @@ from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
 from upweight.rollout.summary import pass_rates, summary
 from upweight.rollout.units import units_of_groups
+from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import ShardedWork
 from upweight.train.online.feature_matching import FeatureMatching
 from upweight.train.step import StepRunner
-from upweight.types import Generator, Mean, Unit
+from upweight.types import Generator, Mean, Sample, Unit
 
 STATE = "rollouts.json"
-SAVED_LOGPS = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
+SAVED_LOGPS = ("old_logps", "ref_logps", "token_advantages")  # of the rollout under way, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,8 @@ class RolloutFeed:
         }
         if runner is not None and method.needs_kl_in_reward:
             self._add_kl_to_advantages(rollout, runner, model)
+        if runner is not None and runner.teachers is not None and method.teacher_advantage:
+            self._add_teacher_to_advantages(runner, runner.teachers, model, method.teacher_advantage)
         keeps_old = not self.section.replay_recompute and any(group.replayed for group in rollout.groups)
         if runner is None or method.strided or not (plan.steps_per_rollout > 1 or keeps_old):
             return
@@ -265,6 +269,27 @@ class RolloutFeed:
         self.producer.add_advantages(rollout.groups, log_ratio_S=torch.tensor(log_ratios, dtype=torch.float64))
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
+
+    def _add_teacher_to_advantages(
+        self, runner: StepRunner, teachers: Teachers, model: nn.Module, weight: float
+    ) -> None:
+        """Add the teacher's log-prob over the sampler's to the advantage of each token, after all normalisation."""
+        assert self.current is not None
+        sampled = units_of_groups(self.current.groups, mask_truncated=self.mask_truncated, sampler_logps=True)
+        own = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
+        with dropout_off(model):
+            if any(logps is None for unit in own for logps in unit):  # a sampler that does not report them
+                own = runner.logps(model, self.units)
+            teacher = teachers.logps(model, self.units, runner.logps)
+        gaps: list[NDArray[np.float32]] = []
+        for index, (unit, *logps) in enumerate(zip(self.units, own, teacher, strict=True)):
+            each = [theirs - np.asarray(mine) for mine, theirs in zip(*logps, strict=True)]
+            parts = zip(unit.samples, each, strict=True)
+            advantages = [(_token_advantages(sample) + weight * gap).astype(np.float32) for sample, gap in parts]
+            self.units[index] = _with_logps(unit, "token_advantages", advantages)
+            gaps += each
+        total = np.concatenate([np.zeros(0, np.float32), *gaps])
+        runner.meters.add(_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
 
 
 class RolloutLoader:
@@ -292,6 +317,13 @@ class SaveRollouts(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             self.rollouts.save(folder)
+
+
+def _token_advantages(sample: Sample) -> NDArray[np.float32]:
+    """Return the advantages of a sample's scored tokens."""
+    if sample.token_advantages is not None:
+        return sample.token_advantages
+    return np.full(int(sample.loss_mask.sum()), sample.advantage or 0.0, np.float32)
 
 
 def _with_logps(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
