@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from made_runs import largest_difference, metrics_of, upweight, write_config
 from upweight.cli.app import main
+from upweight.cli.train import _config
+from upweight.errors import UserError
 from upweight.processes import free_port
 from upweight.runs.checkpoints import checkpoints_of, is_whole
 
@@ -236,3 +238,19 @@ def test_starts_that_cannot_be_are_refused(arguments, text, capsys, monkeypatch)
     with pytest.raises(SystemExit, match="2"):
         main()
     assert text in capsys.readouterr().err
+
+
+def test_code_that_moved_before_a_resume_is_named_with_its_former_place(tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    code = {"gone_losses.loss": {"file": str(tmp_path / "gone_losses.py"), "digest": "0"}}
+    (checkpoint / "data.json").write_text(json.dumps({"train": "", "code": code}))
+    file = tmp_path / "run.yaml"
+    trl = "trl: {loss_type: gone_losses.loss, reward_funcs: [r.f]}"
+    file.write_text(f"base_model: m\nrl: grpo\n{trl}\noutput_dir: {tmp_path / 'out'}\ndatasets: [{{path: x}}]\n")
+    with pytest.raises(UserError) as error:
+        _config(file, [])
+    first, second = str(error.value).splitlines()
+    assert first.startswith("trl.loss_type: there is no 'gone_losses': no gone_losses.py in ")
+    was = f"'gone_losses.loss' was in {tmp_path}/gone_losses.py, which is gone"
+    assert second == f"When {checkpoint} was written, {was}: put it back."

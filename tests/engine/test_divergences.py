@@ -3,8 +3,15 @@ import torch
 from torch import nn
 
 from upweight.engine import logits
-from upweight.engine.divergences import COMPARED, LISTED, TeacherList, TeacherStates, top_k
-from upweight.engine.logits import HeadRequest, LogitTransform, linear_statistics, module_statistics
+from upweight.engine.divergences import COMPARED, LISTED, OF_TEACHER, TeacherList, TeacherStates, top_k
+from upweight.engine.logits import (
+    HeadRequest,
+    LogitTransform,
+    linear_statistics,
+    module_statistics,
+    token_gradient,
+    token_statistics,
+)
 from upweight.types import Divergence
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9)]
@@ -114,3 +121,23 @@ def test_listed_tokens_have_the_log_probs_and_gradients_of_the_whole_distributio
     right = (values * weights).sum() + (tail * more).sum() + log_p1.gather(1, target[:, None]).sum()
     for one, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(right, leaves), strict=True):
         torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("teacher", ["states", "list"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_kernels_are_one_graph(teacher, kind):
+    hidden, head, target, states = made()
+    transform = TEACHER if teacher == "states" else None
+    names = frozenset(COMPARED if teacher == "states" else LISTED)
+    request = HeadRequest(STUDENT, 0.8, names, Divergence(kind, 0.4, 1.3), transform)
+    given = states.values(60) if teacher == "states" else top_k(states, 4, 1.3, 50).ids_TK
+    projected = head(hidden).detach()
+    known = token_statistics(projected, target, request, given)
+    grads = {name: torch.ones_like(known[name]) for name in sorted(OF_TEACHER) if name in known}
+    options = {"backend": "eager", "dynamic": True, "fullgraph": True}
+    again = torch.compile(token_statistics, **options)(projected, target, request, given)
+    for name, value in known.items():
+        torch.testing.assert_close(again[name], value, atol=1e-5, rtol=1e-5)
+    right = token_gradient(projected, target, request, known, grads, teacher=given)
+    ours = torch.compile(token_gradient, **options)(projected, target, request, known, grads, teacher=given)
+    torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)

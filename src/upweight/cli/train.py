@@ -12,9 +12,11 @@ from pathlib import Path
 
 from upweight.cli.inputs import ADAPTER, load_with_notices
 from upweight.config import Config
+from upweight.config.yaml_file import read_yaml
 from upweight.errors import UserError
 from upweight.log import logger, quiet_transformers
-from upweight.runs.files import METRICS
+from upweight.runs.checkpoints import DATA, checkpoints_of
+from upweight.runs.files import METRICS, read_json
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
 
@@ -83,7 +85,19 @@ def _warn_if_untrained(config: Config) -> None:
 def _config(path: Path, overrides: list[str]) -> Config:
     if os.environ.get("RANK", "0") != "0":
         logger.setLevel(logging.ERROR)  # only rank 0 logs
-    return load_with_notices(path, overrides)
+    try:
+        return load_with_notices(path, overrides)
+    except UserError as error:
+        raise UserError("\n".join([str(error), *_moved_code(path, str(error))])) from error
+
+
+def _moved_code(path: Path, problem: str) -> Iterator[str]:
+    """Yield where the user's code that cannot be found now was, when the run's last checkpoint was written."""
+    content = read_yaml(path)
+    for _, checkpoint in checkpoints_of(Path(str(content.get("output_dir", "./model-out"))))[:1]:
+        for name, was in read_json(checkpoint / DATA).get("code", {}).items():
+            if f"'{name.rpartition('.')[0]}'" in problem and not Path(was["file"]).exists():
+                yield f"When {checkpoint} was written, '{name}' was in {was['file']}, which is gone: put it back."
 
 
 def _launched(arguments: Sequence[str], start: Start) -> int | None:

@@ -13,6 +13,7 @@ from upweight.types import Divergence
 COMPARED = ("divergence_T", "forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T", "agrees_T")
 LISTED = ("listed_logps_TK", "listed_tail_T", "agrees_T")
 ONLY_MEASURED = frozenset(COMPARED[1:])  # statistics without a gradient
+OF_TEACHER = frozenset({"divergence_T", "listed_logps_TK", "listed_tail_T"})  # statistics with one
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -87,28 +88,46 @@ def top_k(states: TeacherStates, k: int, temperature: float, rows: int) -> TopK:
     return TopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def compared(logits_TV: Tensor, teacher_TV: Tensor, target_T: Tensor, how: Divergence) -> dict[str, Tensor]:
-    """Return the divergence of two rows of logits at its temperature, and what is measured beside it."""
-    # All is computed from log p - log q, whose rounding does not grow with the size of the logits.
-    log_q = (logits_TV / how.temperature).log_softmax(-1)
-    teacher_TV = teacher_TV / how.temperature
-    teacher_log_sum_T = teacher_TV.logsumexp(-1)
-    log_p = teacher_TV - teacher_log_sum_T[:, None]
-    p, q, ratio = log_p.exp(), log_q.exp(), log_p - log_q
-    forward_T, reverse_T = (p * ratio).sum(-1), -(q * ratio).sum(-1)
+class SoftmaxParts(NamedTuple):
+    """Logits at a temperature, their exponentials below 1, the sums of those, and the logs of the sums of all."""
+
+    logits_TV: Tensor
+    shifted_TV: Tensor
+    total_T: Tensor
+    log_sum_exp_T: Tensor
+
+
+def softmax_parts(logits_TV: Tensor, temperature: float) -> SoftmaxParts:
+    """Return what a softmax is made of; one exponential serves all, which on a CPU costs more than everything else."""
+    logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+    top_T = logits_TV.amax(-1).detach()
+    shifted_TV = torch.exp(logits_TV - top_T[:, None])
+    total_T = shifted_TV.sum(-1)
+    return SoftmaxParts(logits_TV, shifted_TV, total_T, total_T.log() + top_T)
+
+
+def compared(student: SoftmaxParts, teacher_TV: Tensor, target_T: Tensor, how: Divergence) -> dict[str, Tensor]:
+    """Return the divergence of the student from a teacher's logits, and what is measured beside it."""
+    z_TV, to_q, q_total_T, q_norm_T = student
+    v_TV, to_p, p_total_T, p_norm_T = softmax_parts(teacher_TV, how.temperature)
+    # log p - log q, whose rounding does not grow with the size of the logits
+    shift_T = (p_norm_T - q_norm_T).detach()
+    ratio = v_TV - z_TV
+    ratio -= (p_norm_T - q_norm_T)[:, None]
+    forward_T, reverse_T = _dot(to_p, ratio) / p_total_T, -_dot(to_q, ratio) / q_total_T
     out = {"forward_kl_T": forward_T.detach(), "reverse_kl_T": reverse_T.detach()}
     if how.kind == "jsd":
         to_mixture = _mixture_ratio(ratio, how.beta)  # log m - log q
-        inner_T = -(q * to_mixture).sum(-1)
-        out["divergence_T"] = how.beta * (p * (ratio - to_mixture)).sum(-1) + (1 - how.beta) * inner_T
+        inner_T, mixed_T = -_dot(to_q, to_mixture) / q_total_T, _dot(to_p, to_mixture) / p_total_T
+        out["divergence_T"] = how.beta * (forward_T - mixed_T) + (1 - how.beta) * inner_T
         out["divergence_inner_T"] = inner_T.detach()
     else:
         out["divergence_T"] = forward_T if how.kind == "forward_kl" else reverse_T
         out["divergence_inner_T"] = reverse_T.detach()
-    out["teacher_log_sum_exp_T"] = teacher_log_sum_T
-    out["teacher_logps_T"] = log_p.gather(1, target_T[:, None])[:, 0]
-    out["teacher_entropy_T"] = -(p * log_p).sum(-1)
-    out["agrees_T"] = log_q.detach().argmax(-1) == log_p.argmax(-1)
+    out["divergence_shift_T"], out["divergence_norm_T"] = shift_T, q_norm_T.detach()
+    out["teacher_logps_T"] = v_TV.gather(1, target_T[:, None])[:, 0] - p_norm_T
+    out["teacher_entropy_T"] = p_norm_T - _dot(to_p, v_TV) / p_total_T
+    out["agrees_T"] = z_TV.detach().argmax(-1) == v_TV.argmax(-1)
     return out
 
 
@@ -116,14 +135,26 @@ def compared_gradient(
     logits_TV: Tensor, teacher_TV: Tensor, how: Divergence, known: dict[str, Tensor], grad_T: Tensor
 ) -> Tensor:
     """Return the gradient of the divergence with respect to the student's logits, times that of each token."""
-    log_q = (logits_TV / how.temperature).log_softmax(-1)
-    ratio = teacher_TV / how.temperature - known["teacher_log_sum_exp_T"][:, None] - log_q
-    q, weight_T = log_q.exp(), grad_T[:, None] / how.temperature
+    if how.temperature != 1.0:
+        logits_TV, teacher_TV = logits_TV / how.temperature, teacher_TV / how.temperature
+    weight_T = grad_T / how.temperature
+    shift_T, inner_T = known["divergence_shift_T"], known["divergence_inner_T"]
+    q = torch.exp(logits_TV - known["divergence_norm_T"][:, None])
     if how.kind == "forward_kl":
-        return (q - (ratio + log_q).exp()) * weight_T
+        p = torch.exp(teacher_TV - (known["divergence_norm_T"] + shift_T)[:, None])
+        return (q - p) * weight_T[:, None]
+    ratio = teacher_TV - logits_TV
     if how.kind == "jsd":
-        ratio, weight_T = _mixture_ratio(ratio, how.beta), (1 - how.beta) * weight_T
-    return q * (ratio + known["divergence_inner_T"][:, None]) * -weight_T
+        ratio, shift_T, weight_T = _mixture_ratio(ratio - shift_T[:, None], how.beta), 0.0, (1 - how.beta) * weight_T
+    ratio += (inner_T - shift_T)[:, None]
+    return ratio * q * -weight_T[:, None]
+
+
+def _dot(a_TV: Tensor, b_TV: Tensor) -> Tensor:
+    """Return the sum of products over the last dimension; outside of a compiled graph without a third tensor."""
+    if torch.compiler.is_compiling() or a_TV.is_cuda:
+        return (a_TV * b_TV).sum(-1)
+    return torch.bmm(a_TV[:, None], b_TV[:, :, None])[:, 0, 0]
 
 
 def _mixture_ratio(ratio: Tensor, beta: float) -> Tensor:

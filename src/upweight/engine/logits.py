@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from upweight.engine.divergences import (
+    OF_TEACHER,
     ONLY_MEASURED,
     LogitTransform,
     Teacher,
@@ -20,6 +21,7 @@ from upweight.engine.divergences import (
     compared_gradient,
     listed,
     listed_gradient,
+    softmax_parts,
 )
 from upweight.models.modules import replaced_forwards
 from upweight.types import Divergence
@@ -32,7 +34,8 @@ _CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
 _KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
 # Statistics that the backward reads, and those that have no gradient.
 _KEPT_STATISTICS = (
-    "log_sum_exp_T", "entropy_T", "log_collision_T", "teacher_log_sum_exp_T", "divergence_inner_T", "listed_tail_T",
+    "log_sum_exp_T", "entropy_T", "log_collision_T", "divergence_shift_T", "divergence_inner_T", "divergence_norm_T",
+    "listed_tail_T",
 )  # fmt: skip
 _MEASURED = frozenset({"is_top_T"}) | ONLY_MEASURED
 _TOKEN_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
@@ -129,19 +132,16 @@ def token_statistics(
 
     `teacher`: its projections of the same tokens, or the ids that it lists.
     """
-    logits = request.transform(projected_TV.float())
+    raw = request.transform(projected_TV.float())
+    own = softmax_parts(raw, request.temperature)
     out: dict[str, Tensor] = {}
     if teacher is not None and request.teacher_transform is None:
-        out = listed(logits, teacher, request.divergence)
+        out = listed(raw, teacher, request.divergence)
     elif teacher is not None and request.teacher_transform is not None:
-        out = compared(logits, request.teacher_transform(teacher.float()), target_T, request.divergence)
-    if request.temperature != 1.0:
-        logits = logits / request.temperature
-    # one exponential serves all: on a CPU it costs more than everything else here
-    top_T = logits.amax(-1).detach()
-    shifted_TV = torch.exp(logits - top_T[:, None])
-    total_T = shifted_TV.sum(-1)
-    log_sum_exp_T = total_T.log() + top_T
+        how = request.divergence
+        student = own if how.temperature == request.temperature else softmax_parts(raw, how.temperature)
+        out = compared(student, request.teacher_transform(teacher.float()), target_T, how)
+    logits, shifted_TV, total_T, log_sum_exp_T = own
     out["logps_T"] = logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T
     out["log_sum_exp_T"] = log_sum_exp_T
     if "entropy_T" in request.statistics:
@@ -166,10 +166,29 @@ def token_gradient(
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's statistics and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
+    grad_TV = None
+    if teacher is not None and request.teacher_transform is None:
+        grad_TV = listed_gradient(capped, teacher, request.divergence, known, grads)
+    elif teacher is not None and request.teacher_transform is not None and "divergence_T" in grads:
+        compared_with = request.teacher_transform(teacher.float())
+        grad_TV = compared_gradient(capped, compared_with, request.divergence, known, grads["divergence_T"])
+    if grad_TV is None or not OF_TEACHER.issuperset(grads):
+        own_TV = _own_gradient(capped, target_T, request, known, grads)
+        grad_TV = own_TV if grad_TV is None else grad_TV + own_TV
+    if request.transform.cap is not None:
+        grad_TV *= 1 - (capped / request.transform.cap) ** 2
+    factor = request.transform.scale
+    return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
+
+
+def _own_gradient(
+    capped: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
+) -> Tensor:
+    """Return the gradient of the logits from the statistics that need no teacher."""
     logits = capped if request.temperature == 1.0 else capped / request.temperature
     log_p = logits - known["log_sum_exp_T"][:, None]
     p = log_p.exp()
-    to_logp = grads["logps_T"]
+    to_logp = grads.get("logps_T", torch.zeros_like(known["log_sum_exp_T"]))
     weight_T = -to_logp
     if "log_sum_exp_T" in grads:
         weight_T = weight_T + grads["log_sum_exp_T"]
@@ -192,17 +211,7 @@ def token_gradient(
         grad_TV = torch.where(column_V == target_T[:, None], grad_TV + to_logp[:, None], grad_TV)
     else:
         grad_TV.scatter_add_(1, target_T[:, None], to_logp[:, None])
-    if request.temperature != 1.0:
-        grad_TV.mul_(1 / request.temperature)
-    if teacher is not None and request.teacher_transform is None:
-        grad_TV += listed_gradient(capped, teacher, request.divergence, known, grads)
-    elif teacher is not None and request.teacher_transform is not None and "divergence_T" in grads:
-        compared_with = request.teacher_transform(teacher.float())
-        grad_TV += compared_gradient(capped, compared_with, request.divergence, known, grads["divergence_T"])
-    if request.transform.cap is not None:
-        grad_TV *= 1 - (capped / request.transform.cap) ** 2
-    factor = request.transform.scale
-    return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
+    return grad_TV if request.temperature == 1.0 else grad_TV.mul_(1 / request.temperature)
 
 
 def run_head(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +326,6 @@ class _LinearStatistics(torch.autograd.Function):
         reached = {name: grad for name, grad in zip(ctx.request.names, grad_outputs, strict=True) if grad is not None}
         for name in _MEASURED:
             reached.pop(name, None)
-        reached.setdefault("logps_T", torch.zeros_like(kept[0]))
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         project = _projection(hidden_TD, weight_VD, bias_V)
         weight = weight_VD.to(hidden_TD.dtype)

@@ -1,10 +1,13 @@
 """The check passes what is right, ours and users', and says in words what is wrong with the rest."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from upweight.doctor.method_check.checks import check, names
+from upweight.doctor.method_check.targets import methods_of
 from upweight.errors import UserError
 from upweight.methods import DPO, GDPO, GRPO, IPO, KTO, ORM, ORPO, PRM, RLOO, SFT, SimPO
 from upweight.methods.base import Method, pair_counts, required, sequence_sum
@@ -166,3 +169,9 @@ def test_a_wrong_name_is_said_before_anything_runs():
     with pytest.raises(ValueError, match="asks for 'advantage'"):
         GRPO(loss_type=lambda logps, advantage: logps)
     assert issubclass(UserError, ValueError)
+
+
+def test_the_example_of_the_page_passes():
+    examples = Path(__file__).parents[3] / "examples" / "own_method"
+    for method in methods_of("squared.py", {}, None, examples).values():
+        assert names(check(method)) == []

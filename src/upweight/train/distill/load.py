@@ -91,7 +91,7 @@ class TeacherLoader:
         """Place a teacher's model, and give it an engine."""
         offload, method = self.config.optim.reference_offloading, self.config.method
         if self.sharding == "fsdp":
-            _shard(model, self.device)
+            shard_frozen(model, self.device)
         elif not offload and getattr(model, "hf_device_map", None) is None:
             nn.Module.to(model, self.device)
         reference = SeparateModel(policy, model, self.device if offload else None)
@@ -148,7 +148,7 @@ def require_same_vocabulary(student: Any, teacher: Any, where: str) -> None:
     raise UserError(f"{where} {problem}. Name a teacher of the same family, or train by SFT on texts that it wrote.")
 
 
-def _shard(model: nn.Module, device: torch.device) -> None:
+def shard_frozen(model: nn.Module, device: torch.device) -> None:
     """Shard a frozen model over all ranks, layer by layer."""
     base = unwrap_peft(model)
     mesh = init_device_mesh(device.type, (PartialState().num_processes,))
