@@ -38,10 +38,10 @@ def write_rows(folder: Path, rows: int, *, messages: bool, distinct: int = WORDS
         for _ in range(rows):
             sides = {side: turn("assistant", text(20, 150)) for side in ("chosen", "rejected")}
             file.write(json.dumps({"prompt": turn("user", text(20, 120)), **sides}) + "\n")
-    _write_tokenizer(folder / "tokenizer", [text(100, 200) for _ in range(300)])
+    write_tokenizer(folder / "tokenizer", [text(100, 200) for _ in range(300)])
 
 
-def _write_tokenizer(folder: Path, corpus: list[str]) -> None:
+def write_tokenizer(folder: Path, corpus: list[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -77,20 +77,9 @@ def data(
     open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
 ) -> None:
     """Write a page about the data of a config: lengths, sources, roles, duplicates, examples."""
-    from upweight.cli.inputs import load_with_notices
-    from upweight.cli.report import open_page
-    from upweight.data.page import write_page
-    from upweight.data.prepare import preview
-    from upweight.models.tokenizer import load_tokenizer
+    from upweight.cli.report import run_data
 
-    loaded = load_with_notices(config, overrides)
-    stages = loaded.stages or (loaded,)
-    tokenizer = load_tokenizer(stages[0].model)
-    path = output or Path(stages[0].data.prepared_path).expanduser() / "data.html"
-    write_page([(stage, preview(stage, tokenizer)) for stage in stages], config.stem, path)
-    print(path)
-    if open_it:
-        open_page(path.resolve().as_uri())
+    run_data(config, overrides or [], output=output, open_it=open_it)
 
 
 @app.command(**TAKES_OVERRIDES)

@@ -1,4 +1,4 @@
-"""`upweight report` and `upweight watch`: the page of a run, as a file or live."""
+"""`upweight report`, `upweight watch` and `upweight data`: the page of a run, as a file or live, and of data."""
 
 import contextlib
 import os
@@ -24,6 +24,23 @@ def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
             open_page(address)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def run_data(config: Path, overrides: Sequence[str], *, output: Path | None, open_it: bool) -> None:
+    """Write the page about a config's data and show it."""
+    from upweight.cli.inputs import load_with_notices
+    from upweight.data.page import write_page
+    from upweight.data.prepare import preview
+    from upweight.models.tokenizer import load_tokenizer
+
+    loaded = load_with_notices(config, list(overrides))
+    stages = loaded.stages or (loaded,)
+    tokenizer = load_tokenizer(stages[0].model)  # later stages have it from the first
+    path = output or Path(stages[0].data.prepared_path).expanduser() / "data.html"
+    write_page([(stage, preview(stage, tokenizer)) for stage in stages], config.stem, path)
+    print(path)
+    if open_it:
+        open_page(path.resolve().as_uri())
 
 
 def run_folder(run: Path) -> Path:

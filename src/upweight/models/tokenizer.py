@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
@@ -13,6 +14,8 @@ from upweight.models.load import load_failures, resolve_source
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+
+MISTRAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -27,8 +30,14 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     chosen = getattr(transformers, section.tokenizer_class, None) if section.tokenizer_class else AutoTokenizer
     if chosen is None:
         raise UserError(f"tokenizer_type: transformers has no class {section.tokenizer_class!r}")
+    if chosen is AutoTokenizer:
+        # Else mistral-common's class is loaded where it is installed, which adds no tokens and reads no marks in texts.
+        options["mistral_format"] = False
+        options |= {"fix_mistral_regex": True} if section.mistral_tokens else {}
     with load_failures(key, source, "tokenizer"):
         tokenizer = chosen.from_pretrained(source, **options)
+    if section.mistral_tokens:
+        _set_mistral_tokens(tokenizer)
     special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
     additional = special.pop("additional_special_tokens", [])
     tokenizer.add_special_tokens(special)
@@ -37,6 +46,18 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if section.special_tokens.pad_token is None:
         choose_padding(tokenizer)
     return tokenizer
+
+
+def _set_mistral_tokens(tokenizer: Any) -> None:
+    """Name the special tokens of a tokenizer read from `tekken.json`, and let it begin texts with BOS."""
+    known = tokenizer.get_vocab()
+    if not {*MISTRAL_TOKENS.values(), "[INST]"} <= known.keys():
+        problem = "the tokenizer has no [INST] token, or none of <s>, </s>, <pad> and <unk>"
+        raise UserError(f"tokenizer_use_mistral_common: {problem}. Leave it out, or name a model with a tekken.json.")
+    tokenizer.add_special_tokens(MISTRAL_TOKENS)
+    bos = MISTRAL_TOKENS["bos_token"]
+    begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, known[bos])])
+    tokenizer.backend_tokenizer.post_processor = begins
 
 
 def take_chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *, trust_remote_code: bool = False) -> None:

@@ -23,6 +23,9 @@ class ModelSection(Section):
     tokenizer: str | None = setting("tokenizer_config", None, "Hub id or folder of the tokenizer; else `base_model`.")
     tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
     tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is used.")
+    mistral_tokens: bool = setting(
+        "tokenizer_use_mistral_common", False, "Read Mistral's `tekken.json` with its tokens for BOS, EOS and padding."
+    )
     tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
     model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
     revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))

@@ -1,0 +1,163 @@
+"""Memory of training on streams of different sizes, summed over all processes: it should not grow with the stream.
+
+    python -m bench.stream_memory --megabytes 10 1000 --steps 60      # rows of about 1 kB
+    python -m bench.stream_memory --rows 5000000 --steps 200          # small rows; memory early and late in the run
+    python -m bench.stream_memory --megabytes 10 1000 --drain         # every row is read and encoded, none trained on
+
+Prints one JSON line for each stream, and the difference between the largest and the smallest.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.__main__ import ROOT
+from bench.data_prepare import write_tokenizer
+
+SECONDS_BETWEEN = 0.2
+WORDS = 400
+
+
+def made_texts(words: int) -> list[str]:
+    """Return a thousand texts of so many words."""
+    rng = random.Random(0)
+    known = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(WORDS)]
+    return [" ".join(rng.choices(known, k=words)) for _ in range(1000)]
+
+
+def write_stream(file: Path, megabytes: int | None, rows: int | None) -> int:
+    """Write rows of about 1 kB up to a size, or so many small ones; return how many there are."""
+    texts = made_texts(160 if megabytes else 5)
+    written = number = 0
+    with file.open("w") as out:
+        while written < megabytes << 20 if megabytes else number < (rows or 0):
+            written += out.write(json.dumps({"text": f"{number} {texts[number % 1000]}"}) + "\n")
+            number += 1
+    return number
+
+
+def write_model(folder: Path) -> None:
+    """Write a model of one small layer and a byte-level tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(folder, made_texts(160))
+    size = len(AutoTokenizer.from_pretrained(folder))
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=4, **shape)).save_pretrained(folder)
+
+
+def config_of(folder: Path, file: Path, steps: int) -> dict[str, Any]:
+    """Return the config of a run on a stream."""
+    return {
+        "base_model": str(folder / "model"), "datasets": [{"path": str(file), "type": "completion"}],
+        "streaming": True, "max_steps": steps, "micro_batch_size": 16, "sequence_len": 256, "logging_steps": 10,
+        "output_dir": str(folder / f"out-{file.stem}"), "save_strategy": "no", "dataset_num_proc": 2,
+    }  # fmt: skip
+
+
+def train(config: Path) -> None:
+    """Train what a config describes, in this process."""
+    from upweight.config import load_config
+    from upweight.train.run import train as run
+
+    run(load_config(config))
+
+
+def drain(config: Path) -> None:
+    """Read and encode all rows of a config's stream, in this process."""
+    from upweight.config import load_config
+    from upweight.data.stream.build import build_feed
+    from upweight.models.tokenizer import load_tokenizer
+
+    loaded = load_config(config)
+    feed = build_feed(loaded, load_tokenizer(loaded.model), None).feed
+    (source,) = feed.sources
+    began, rows = time.perf_counter(), 0
+    while source.next() is not None:
+        rows += 1
+    print(json.dumps({"rows": rows, "rows_per_second": round(rows / (time.perf_counter() - began))}), flush=True)
+    feed.close()
+
+
+def tree_memory(root: int) -> int:
+    """Return the bytes of a process and all below it; pages that they share count once."""
+    total, waiting = 0, [root]
+    while waiting:
+        process = Path("/proc") / str(waiting.pop())
+        try:
+            lines = (process / "smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+            waiting += [
+                int(one) for task in (process / "task").iterdir() for one in (task / "children").read_text().split()
+            ]
+        except (OSError, StopIteration):  # it has ended
+            continue
+    return total
+
+
+def measured(config: Path, mode: str, metrics: Path) -> dict[str, Any]:
+    """Run a mode in a process of its own; return the peak of its memory, and the largest by the step reached."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench.stream_memory", "--run", mode, str(config)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    peak, by_step = 0, dict[int, int]()
+    while process.poll() is None:
+        used = tree_memory(process.pid)
+        peak = max(peak, used)
+        if metrics.is_file() and (lines := metrics.read_text().splitlines()):
+            step = json.loads(lines[-1])["step"]
+            by_step[step] = max(used, by_step.get(step, 0))
+        time.sleep(SECONDS_BETWEEN)
+    assert process.stdout is not None
+    printed = [json.loads(line) for line in process.stdout.read().splitlines() if line.startswith("{")]
+    if process.returncode:
+        raise SystemExit(f"the run failed with {process.returncode}")
+    found: dict[str, Any] = {"peak_mb": peak >> 20, **(printed[-1] if mode == "drain" else {})}
+    if by_step:
+        found["mb_by_step"] = {step: used >> 20 for step, used in sorted(by_step.items())}
+    return found
+
+
+def main() -> None:
+    """Measure each stream and print what it took."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, nargs="*", default=[])
+    parser.add_argument("--rows", type=int, nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--drain", action="store_true")
+    parser.add_argument("--run", nargs=2, metavar=("MODE", "CONFIG"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        (drain if given.run[0] == "drain" else train)(Path(given.run[1]))
+        return
+    import yaml
+
+    peaks: list[int] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model")
+        for megabytes, rows in [(size, None) for size in given.megabytes] + [(None, count) for count in given.rows]:
+            file = folder / f"{megabytes or rows}.jsonl"
+            count = write_stream(file, megabytes, rows)
+            content = config_of(folder, file, given.steps)
+            config = folder / f"{file.stem}.yaml"
+            config.write_text(yaml.safe_dump(content))
+            mode = "drain" if given.drain else "train"
+            result = measured(config, mode, Path(content["output_dir"]) / "metrics.jsonl")
+            peaks.append(result["peak_mb"])
+            shape = {"megabytes": file.stat().st_size >> 20, "rows": count}
+            print(json.dumps({"mode": mode, **shape, **result}), flush=True)
+            file.unlink()
+    if len(peaks) > 1:
+        print(json.dumps({"largest_above_smallest_mb": max(peaks) - min(peaks)}))
+
+
+if __name__ == "__main__":
+    main()
