@@ -49,7 +49,12 @@ def write_model(folder: Path) -> None:
 
     write_tokenizer(folder, made_texts(160))
     size = len(AutoTokenizer.from_pretrained(folder))
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=4, **shape)).save_pretrained(folder)
 
 

@@ -27,9 +27,13 @@ def labelled(log_ratio, desirable):
 
 def helper(x):
     return x
+"""
+UNCLEAR = """
+def either(logps, ref_logps, mask, beta):
+    return -beta * ((logps - ref_logps) * mask).sum(1)
 
-def either(logps, mask):
-    return -logps
+def pairs(chosen_log_ratio, rejected_log_ratio, beta):
+    return -beta * (chosen_log_ratio - rejected_log_ratio)
 """
 
 
@@ -50,12 +54,22 @@ def test_a_file_has_its_losses_and_advantages_each_in_its_place(folder):
 def test_one_function_takes_its_settings_and_a_place(folder):
     (method,) = methods_of("checked_losses.py:loss", {"clip": 0.5}, None, folder).values()
     assert method.model_dump()["method_args"] == {"clip": 0.5}
-    (method,) = methods_of("checked_losses.either", {}, "grpo", folder).values()
-    assert method.name == "grpo"
     with pytest.raises(UserError, match="Did you mean 'clip'"):
         methods_of("checked_losses.py:loss", {"clipp": 0.5}, None, folder)
     with pytest.raises(UserError, match="say which with --as"):
         methods_of("checked_losses.py:helper", {}, None, folder)
+
+
+def test_a_loss_whose_place_is_not_clear_is_never_left_out(folder):
+    (folder / "unclear_losses.py").write_text(UNCLEAR)
+    with pytest.raises(UserError, match=r"'unclear_losses.either' can be a loss of dpo or kto or grpo: say which with"):
+        methods_of("unclear_losses.py", {}, None, folder)
+    found = methods_of("unclear_losses.py", {"trl.beta": 0.3}, "grpo", folder)
+    assert {name.rpartition(".")[2]: method.name for name, method in found.items()} == {
+        "either": "grpo",
+        "pairs": "dpo",
+    }
+    assert found["unclear_losses.either"].model_dump()["beta"] == 0.3
 
 
 def test_a_right_one_passes_and_a_wrong_one_exits_with_1(folder, capsys):

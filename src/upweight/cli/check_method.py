@@ -30,9 +30,10 @@ def run(target: str, overrides: list[str], place: str | None) -> None:
     ).items():
         print(name)
         for finding in check(method):
-            print(f"  {'ok   ' if finding.problem is None else 'WRONG'}  {finding.name}")
+            verdict = "WRONG" if finding.problem else "-    " if finding.untried else "ok   "
+            print(f"  {verdict}  {finding.name}")
             failed += finding.problem is not None
-            for line in textwrap.wrap(finding.problem or "", WIDTH - 9):
+            for line in textwrap.wrap(finding.problem or finding.untried or "", WIDTH - 9):
                 print(f"         {line}")
     if failed:
         raise typer.Exit(1)

@@ -83,6 +83,10 @@ def without_mask(ratio, lengths):
     return ratio.sum(1) / lengths
 
 
+def difference_without_mask(logps, old_logps, sequence_advantages):
+    return -(logps - old_logps).sum(1) * sequence_advantages
+
+
 def reading(logps, advantages):
     return -logps * advantages if advantages.abs().max() > 0 else logps
 
@@ -115,6 +119,7 @@ WRONG = {
     by_tokens_of_the_batch: ("any cut into micro-batches", "micro-batch. Return the terms themselves"),
     by_batch_mean: ("any cut into micro-batches", "a cut into"),
     by_width: ("masks", "divide by `lengths`, not by the width"),
+    difference_without_mask: ("masks", "Multiply by `mask`"),
     without_mask: ("masks", "Multiply by `mask`"),
     reading: ("no waiting for the device", "waits for the GPU"),
     hidden: ("gradients against finite differences", "no_grad"),
@@ -175,3 +180,13 @@ def test_the_example_of_the_page_passes():
     examples = Path(__file__).parents[3] / "examples" / "own_method"
     for method in methods_of("squared.py", {}, None, examples).values():
         assert names(check(method)) == []
+
+
+def test_what_cannot_be_tried_is_said():
+    def by_column(rewards, columns):
+        return rewards - rewards.new_tensor(columns["baseline"])
+
+    assert [one.untried for one in check(GRPO(advantage_estimator=by_column))][-1] == (
+        "it reads columns, which only a rollout of yours has"
+    )
+    assert check(DPO())[-1].untried == "the method has no advantages of its own"

@@ -14,10 +14,17 @@ SIZE = 4
 REWARDS = ((0.0, 1.0, 0.5, 0.25), (1.0, 1.0, 1.0, 1.0), (2.0, -1.0, float("nan"), 0.0))
 
 
+def unknown_to_advantages(method: Method) -> str | None:
+    """Return why advantages cannot be tried: there are none, or they read what only a real rollout has."""
+    if not method.online or method.computed_rewards:
+        return "the method has no advantages of its own"
+    call = method.advantage_function
+    read = [name for name in ("columns", "extras") if call is not None and name in call.asks]
+    return f"it reads {' and '.join(read)}, which only a rollout of yours has" if read else None
+
+
 def advantages_are_sound(method: Method) -> Iterator[str]:
     """Advantages are finite where rewards are equal or missing, and follow their completions in any order."""
-    if not method.online or method.computed_rewards:
-        return
     groups = range(len(REWARDS))
     plain = _advantages(method, [(group, list(range(SIZE))) for group in groups])
     if not all(bool(values.isfinite().all()) for values in plain.values()):

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from upweight.doctor.method_check.advantages import advantages_are_sound
+from upweight.doctor.method_check.advantages import advantages_are_sound, unknown_to_advantages
 from upweight.doctor.method_check.numbers import KNOWN_OUTPUTS, UNITS, NumberStep, Result, loss_of, summed
 from upweight.doctor.method_check.on_model import ModelStep
 from upweight.errors import UserError
@@ -29,10 +29,11 @@ AVERAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A property, and why the method lacks it; None if it has it."""
+    """A property, and why the method lacks it; None if it has it, or if it could not be tried."""
 
     name: str
     problem: str | None
+    untried: str | None = None  # why
 
 
 def check(method: Method) -> list[Finding]:
@@ -41,6 +42,9 @@ def check(method: Method) -> list[Finding]:
         return [Finding("outputs", f"it reads {', '.join(unknown)}, which this check cannot make up")]
     findings = []
     for name, tried in CHECKS.items():
+        if name == "advantages" and (untried := unknown_to_advantages(method)) is not None:
+            findings.append(Finding(name, None, untried))
+            continue
         try:
             problem = next(tried(method), None)
         except UserError as error:

@@ -16,6 +16,7 @@ from upweight.methods.base import Method
 from upweight.methods.users.function import UserFunction, name_of, path_of
 from upweight.methods.users.policy import ADVANTAGES
 from upweight.methods.users.terms import LABELLED, PAIRS, POLICY, TOKENS
+from upweight.settings import keys_of
 from upweight.user_modules import asked_names, load_file, load_function, named_errors
 
 Place = Literal["grpo", "advantages", "dpo", "kto", "sft"]
@@ -38,11 +39,14 @@ def methods_of(target: str, options: Mapping[str, Any], place: Place | None, fol
     with named_errors(f"{target} cannot be imported"):
         module = load_file(file.stem, file)
     found = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
-    if place is None:  # helpers of the user's are no losses
-        found = [one for one in found if inspect.isclass(one) or _places(one)]
+    found = [one for one in found if inspect.isclass(one) or _places(one) or TERMS & set(asked_names(one))]
     if not found:
         raise UserError(f"{target}: has no Method, and no function that asks for what losses or advantages get.")
     return {name_of(one): _method(one, options, place, folder) for one in found}
+
+
+# A function that asks for one of these is a loss, and no helper, even if its place is not clear.
+TERMS = {"logps", "ref_logps", "entropy"}
 
 
 def _is_from(value: Any, module: str) -> bool:
@@ -68,13 +72,27 @@ def _method(function: Any, options: Mapping[str, Any], place: Place | None, fold
     if inspect.isclass(function):
         kind = register_method(path_of(function), folder)
         return _built(kind, options)
-    places = [place] if place else _places(function) or (["sft"] if "logps" in asked_names(function) else [])
+    places = _places(function) or _possible(function)
+    if place and (len(places) != 1 or place in places):  # in a file of several, the others keep their places
+        places = [place]
     if len(places) != 1:
-        several = f"could be {' or '.join(places)}" if places else "asks for nothing that losses or advantages get"
-        raise UserError(f"'{name_of(function)}' {several}: say which with --as ({', '.join(NAMES)}).")
+        several = f"can be a loss of {' or '.join(places)}" if places else "asks for nothing that losses get"
+        raise UserError(
+            f"'{name_of(function)}' {several}: say which with --as ({', '.join(NAMES)}). "
+            "The name of a helper that is no loss begins with an underscore."
+        )
     setting = "advantage_estimator" if places[0] == "advantages" else "loss_type"
     kind = {"dpo": DPO, "kto": KTO, "sft": SFT}.get(places[0], GRPO)
-    return _built(kind, {setting: UserFunction.of(function), "method_args": dict(options)})
+    paths = {path: key.name for key in keys_of(kind) for path in (key.path, key.name)}
+    settings = {paths[name]: value for name, value in options.items() if name in paths}
+    rest = {name: value for name, value in options.items() if name not in paths}
+    return _built(kind, {**settings, setting: UserFunction.of(function), "method_args": rest})
+
+
+def _possible(function: Callable[..., Any]) -> list[Place]:
+    """Return the places that have all the common names which a function asks for."""
+    common = TERMS & set(asked_names(function))
+    return [place for place, names in NAMES.items() if common and common <= set(names)]
 
 
 def _built(kind: type[Method], values: Mapping[str, Any]) -> Method:

@@ -44,15 +44,16 @@ class Padded:
 
     def __init__(self, batch: Batch) -> None:
         self.fill, more = _padding.get()
+        self.laid_out = 0
         longest = len(batch.sequence_T) if batch.longest is None else batch.longest
         self.shape = (batch.num_sequences, max(1, longest) + more)
         self.index_T = batch.sequence_T * self.shape[1] + position_in_sequence(batch)
 
     def __call__(self, values_T: Tensor) -> Tensor:
         """Return values by scored token as [S, L]."""
-        empty = values_T.new_full(
-            (self.shape[0] * self.shape[1],), False if values_T.dtype == torch.bool else self.fill
-        )
+        self.laid_out += 1  # each value has other padding, so that none cancels in a difference
+        fill = False if values_T.dtype == torch.bool else self.fill * self.laid_out
+        empty = values_T.new_full((self.shape[0] * self.shape[1],), fill)
         return empty.index_copy(0, self.index_T, values_T).view(self.shape)
 
     def flat(self, values_SL: Tensor) -> Tensor:
