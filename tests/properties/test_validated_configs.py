@@ -185,7 +185,7 @@ def test_keys_of_training_beside_others(variant):
 
 
 def test_schedules_with_any_arguments():
-    names = get_args(SECTIONS["optim"].model_fields["scheduler"].annotation)
+    names = get_args(get_args(SECTIONS["optim"].model_fields["scheduler"].annotation)[0])
     warmups = ({}, {"warmup_ratio": 1.0}, {"warmup_steps": 1}, {"warmup_steps": 4}, {"warmup_steps": 0.9})
     lengths = ({"max_steps": 1}, {"max_steps": 4})
     tried = [

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from upweight.config.config import Config, how_to_choose
-from upweight.config.rules.keys import matching
+from upweight.config.rules.keys import asked_keys, matching
 from upweight.config.sections.model import LOGGED, SELF
 from upweight.config.servers import is_url
 
@@ -58,7 +58,7 @@ def comparisons(config: Config) -> Iterator[str]:
 def without_effect(config: Config) -> Iterator[str]:
     """Warn about keys of teachers without a method that has one, and about keys that another key has to turn on."""
     given, method = config.set_keys, config.method
-    if not method.needs_teacher and (stray := matching(given, "distill.*")):
+    if not method.needs_teacher and (stray := matching(asked_keys(config), "distill.*")):
         yield f"{', '.join(stray)}: no effect with {how_to_choose(method.name)}: nothing is distilled"
     if method.evaluates_loss and method.teacher_top_k is None and "distill.tail" in given:
         yield "distill.tail: no effect without 'distill.top_k': the whole vocabulary is compared"

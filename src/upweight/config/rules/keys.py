@@ -75,13 +75,18 @@ def switched_off(config: Config) -> Iterator[str]:
         return
     # In strided mode, the rules of EBFT cover the keys of these blocks.
     unread = ("nemo_gym_enabled", *(("trl.", "vllm.") if config.method.strided else ()))
-    defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
-    # A default that is written out, as in a run's config.yaml, asks for nothing.
-    asked = [path for path, value in config.set_keys.items() if value != defaults.get(path)]
+    asked = asked_keys(config)
     asked = [path for path in asked if not path.startswith(unread)]
     for keys, needs, is_on in SWITCHES:
         if (stray := matching(asked, keys)) and not is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{needs}'"
+
+
+def asked_keys(config: Config) -> list[str]:
+    """Return the keys that are set to another value than their default."""
+    defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
+    # A default that is written out, as in a run's config.yaml, asks for nothing.
+    return [path for path, value in config.set_keys.items() if value != defaults.get(path)]
 
 
 def matching(paths: Iterable[str], patterns: str) -> list[str]:
