@@ -46,6 +46,7 @@ def paged_step(
     long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
     # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
     columns, warps, stages = (64, 4, 2) if long else (32, 2, 3) if pairs >= _PROGRAMS else (128, 4, 2)
+    columns = min(columns, page)  # which it divides
     capacity = table.shape[1] * page
     parts = max(1, min(max(2 * _PROGRAMS // pairs, capacity // _KEYS), triton.cdiv(capacity, columns), _MOST_PARTS))
     least = _KEYS if pairs >= _PROGRAMS else columns
@@ -134,6 +135,7 @@ def _attend_keys(
     """Continue the online softmax over the keys at positions `first` to `count`."""
     in_width = tl.arange(0, WIDTH_UP)
     in_value = tl.arange(0, VALUE_WIDTH_UP)
+    page = tl.load(table + first // PAGE).to(tl.int64)
     for start in range(first, count, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         there = column < count
@@ -142,8 +144,9 @@ def _attend_keys(
             seen = seen & (at - column < WINDOW)
         if CHUNK > 0:
             seen = seen & (at // CHUNK == column // CHUNK)
-        page = tl.load(table + column // PAGE, mask=there, other=0).to(tl.int64)
+        # A block lies within one page, whose number was loaded with the block before it.
         row = (page * key_heads + head) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum(start + COLUMNS, count - 1) // PAGE).to(tl.int64)
         key = tl.load(
             keys + row[:, None] * WIDTH + in_width[None, :],
             mask=there[:, None] & (in_width[None, :] < WIDTH), other=0.0,

@@ -14,7 +14,7 @@ from upweight.sampler.pages import PAGE, CachedPage, PageCache
 from upweight.sampler.slots import BLOCK, Prefix, SlotSizes
 from upweight.types import Prompts, Sampling
 
-_SIZES = (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)  # slots of a step; each is captured once
+_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # slots of a step; each is captured once
 _ADMIT = 16  # this share of the slots is free before prompts are prefilled for them, while others decode
 
 
