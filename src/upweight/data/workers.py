@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,13 @@ import pyarrow as pa
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from upweight.config.sections.data import DataSection, UserFormat
+from upweight.config.sections.data import UserFormat
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
-from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
+from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
@@ -52,7 +52,7 @@ SCHEMAS: dict[str, dict[str, pa.DataType]] = {
 
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
-    return SCHEMAS[kind_of_records(method)]
+    return SCHEMAS["documents" if method.strided else method.data]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class EncodeJob:
     evaluation: bool
     rows: RowSelection
     encoder: Encoder
-    rules: DataSection  # evaluation may have another `sequence_len`
 
 
 @dataclass
@@ -138,7 +137,7 @@ def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chu
                 origin.append((row, number))
     schema = schema_of(method)
     batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
-    compared = kept if job.rules.deduplicate else []
+    compared = kept if job.encoder.setup.data.deduplicate else []
     contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in compared]
     digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
@@ -166,7 +165,7 @@ def _encode(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
         raise
 
 
-def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> UserError:
+def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserError:
     """Return the error about a row: dataset, row number, key, what was expected, and the columns of `content`."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
@@ -187,10 +186,12 @@ def _remedy(job: EncodeJob) -> str:
 
 def within_limits(job: EncodeJob, row: int, record: Record) -> tuple[Record | None, str | None]:
     """Return the record after the length rules, or None if they drop it, and the reason for any change."""
+    data, method, pinned = job.encoder.setup.data, job.encoder.setup.method, record.pinned
     try:
-        return apply_length_rules(record, job.rules, job.encoder.setup.method)
-    except RowError as error:
-        raise bad_row(job, row, error) from error
+        columns, reason = apply_length_rules(record.columns, data, method, pinned=pinned, evaluation=job.evaluation)
+    except UserError as error:
+        raise UserError(f"{job.where}, {job.rows.location(row)}, {error}") from error
+    return None if columns is None else replace(record, columns=columns), reason
 
 
 def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:

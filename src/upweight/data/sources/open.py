@@ -28,6 +28,7 @@ from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.row_rules import select_from_entry
 
 FILE_KINDS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
@@ -138,12 +139,7 @@ class OpenedDataset:
         rows = RowSelection.join([self._selected(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
-        if self.entry.shards:
-            rows = rows.select(slice(self.entry.shards_idx, None, self.entry.shards))
-        if self.entry.max_samples and self.entry.max_samples < len(rows):
-            selected = np.random.default_rng(self.seed).permutation(len(rows))[: self.entry.max_samples]
-            rows = rows.select(np.sort(selected))
-        return rows
+        return rows.select(select_from_entry(self.entry, len(rows), self.seed))
 
     def _selected(self, part: dict[str, list[Source]]) -> RowSelection:
         preferred = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
