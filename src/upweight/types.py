@@ -161,7 +161,7 @@ class Completion:
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
 
     @property
-    def written(self) -> list[int]:
+    def completion_ids(self) -> list[int]:
         """Return the tokens after the prompt."""
         return self.ids[self.prompt_len :]
 

@@ -29,7 +29,7 @@ def reward_call(groups: Sequence[Group], decode: Callable[[list[int]], str], tra
     return RewardCall(
         prompts=[group.row.get("prompt") for _, group, _, _ in each],
         completions=[_content(group, one, decode) for _, group, _, one in each],
-        completion_ids=[one.written for *_, one in each],
+        completion_ids=[one.completion_ids for *_, one in each],
         columns=columns,
         group_S=[index for index, *_ in each],
         environments=[group.environments[number] if group.environments else None for _, group, number, _ in each],

@@ -71,9 +71,9 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.completions if completion.failure is None]
     if not completions:
         return {}
-    lengths = torch.tensor([len(completion.written) for completion in completions], dtype=torch.float64)
+    lengths = torch.tensor([len(completion.completion_ids) for completion in completions], dtype=torch.float64)
     ended = torch.tensor([completion.finished for completion in completions])
-    token_ids = [[tuple(one.written) for one in group.completions if one.failure is None] for group in groups]
+    token_ids = [[tuple(one.completion_ids) for one in group.completions if one.failure is None] for group in groups]
     distinct = [len(set(members)) / len(members) for members in token_ids if members]
     clipped = float(1 - ended.double().mean())
     metrics = {"completions/clipped_ratio": clipped, "completions/distinct_share": sum(distinct) / len(distinct)}

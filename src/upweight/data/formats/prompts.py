@@ -7,7 +7,7 @@ from upweight.data.formats.markup import prompt_of_form
 from upweight.data.raw_row import Row
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
+def trl_columns(setup: Setup, row: Row) -> list[Example]:
     """Read `prompt` as text or as messages; every other column is kept."""
     prompt, columns = row.value("prompt"), _without(row, "prompt")
     if isinstance(prompt, str):
@@ -39,5 +39,5 @@ FORMATS: dict[str, Format] = {
     "chat_template.default": chat,
     "user_defined": user_defined,
     "user_defined.default": user_defined,
-    "passthrough": untyped,
+    "passthrough": trl_columns,
 }

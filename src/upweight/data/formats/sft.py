@@ -81,7 +81,7 @@ def completion(setup: Setup, row: Row) -> list[Example]:
     return [Text.all_trained(row.text(setup.entry.field or "text"))]
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
+def trl_columns(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`; their columns decide the format."""
     if row.has("input_ids"):
         return [token_ids(setup, row)]
@@ -136,5 +136,5 @@ FORMATS: dict[str, Format] = {
     "alpaca": instruction,
     "completion": completion,
     "user_defined": instruction,
-    "passthrough": untyped,
+    "passthrough": trl_columns,
 }
