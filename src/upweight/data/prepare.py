@@ -72,8 +72,8 @@ def prepare(config: Config, tokenizer: Any) -> Prepared:
     for key, number, spec in selected_datasets(config):
         evaluation = key == "test_datasets"
         opened = open_entry(spec, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
-        entries.append(_entry(config, tokenizer, opened, number))
-    return _cached(config, tokenizer, tuple(entries), trains=True)
+        entries.append(_build_entry(config, tokenizer, opened, number))
+    return _prepare_cached(config, tokenizer, tuple(entries), trains=True)
 
 
 def prepare_given(
@@ -82,27 +82,27 @@ def prepare_given(
     """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
     (spec,) = config.data.datasets
     opened = OpenedDataset(spec, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
-    entries = (_entry(config, tokenizer, opened, 0),)
+    entries = (_build_entry(config, tokenizer, opened, 0),)
     if keep:
-        return _cached(config, tokenizer, entries, trains=trains)
+        return _prepare_cached(config, tokenizer, entries, trains=trains)
     with tempfile.TemporaryDirectory() as target:
-        _build(config, entries, Path(target))
+        _write_prepared(config, entries, Path(target))
         return _read_from(entries, Path(target), in_memory=True)
 
 
-def _entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
+def _build_entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
     of_config = (view(config), config.folder, config.model.num_labels)
     return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
 
-def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
+def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
     data = config.data
     folder = Path(data.prepared_path).expanduser() / cache.digest(_shaped_by(config, tokenizer, entries))
     cached = not data.skip_prepare and is_whole(folder)
     if not cached:
         if folder.exists() and not data.skip_prepare:
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
-        cache.write_folder(folder, lambda target: _build(config, entries, target), replace=data.skip_prepare)
+        cache.write_folder(folder, lambda target: _write_prepared(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
@@ -131,7 +131,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     return shape
 
 
-def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
+def _write_prepared(config: Config, entries: Sequence[Entry], target: Path) -> None:
     """Encode everything and write it to `target`, under a progress bar on stderr if that is a terminal."""
     from rich import progress
     from rich.console import Console
@@ -271,10 +271,10 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         cut = {name: decode(ids) for name, ids in after.items() if ids != before[name]}
         # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
         text = json.loads(json.dumps({**kept.text, **cut}, default=str))
-        yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
+        yield {**text, **(_shown_tokens(prepared.train[number]) if tokens else {})}
 
 
-def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+def _shown_tokens(row: dict[str, Any]) -> dict[str, Any]:
     columns = {name: value for name, value in row.items() if name == "ids" or name.endswith("_ids")}
     if "loss_mask" in row:
         columns["loss_mask"] = [int(mark) for mark in row["loss_mask"]]

@@ -96,7 +96,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_work, *task))
+            waiting.append(pool.submit(_encode_job, *task))
             if len(waiting) > 2 * count:
                 yield waiting.popleft().result()
         while waiting:
@@ -117,7 +117,7 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
     _jobs_of_process.extend(jobs)
 
 
-def _work(number: int, start: int) -> Chunk:
+def _encode_job(number: int, start: int) -> Chunk:
     return _encode_chunk(_jobs_of_process, number, start)
 
 
@@ -126,7 +126,7 @@ def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chu
     job, kept, origin, lengths = jobs[job_number], [], [], []
     method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
-    for row, records in enumerate(_encode(job, start, stop), start):
+    for row, records in enumerate(_encode_rows(job, start, stop), start):
         for number, record in enumerate(records):
             lengths.append(lengths_of(record.columns, method))
             bounded, reason = within_limits(job, row, record)
@@ -152,7 +152,7 @@ def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str
     return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
 
 
-def _encode(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
+def _encode_rows(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
     rows = job.rows.take(start, stop)
     try:
         return job.encoder.encode_many(rows)
@@ -170,11 +170,11 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
-        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_remedy(job)}"
+        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job)}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _remedy(job: EncodeJob) -> str:
+def _rename_advice(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
     kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
@@ -198,10 +198,10 @@ def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
     """Return stored rows with only the columns in `names`; those stored as JSON become columns again."""
     kept = [name for name in stored.column_names if name in names or name == OTHERS]
     rows = stored.select_columns(kept)
-    return rows.with_transform(partial(_unfold, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
+    return rows.with_transform(partial(_columns_from_json, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
 
 
-def _unfold(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _columns_from_json(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Turn the columns that were stored as JSON back into columns; a missing value is None."""
     if OTHERS not in columns:
         return columns

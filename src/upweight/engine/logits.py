@@ -79,7 +79,7 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
     elif getattr(head, "bias", None) is not None:
         return None
     logits = out.logits.float()
-    for transform in _candidates(config):
+    for transform in _possible_transforms(config):
         if torch.allclose(logits, transform(projected_1NV), rtol=1e-3, atol=1e-3):
             return LogitTransform(transform.scale * ratio, transform.cap)
     return None
@@ -101,7 +101,7 @@ class HiddenStatesOutput:
         return None
 
 
-def _candidates(config: Any) -> list[LogitTransform]:
+def _possible_transforms(config: Any) -> list[LogitTransform]:
     """Return the transforms that the fields of a config allow."""
     scales = [1.0]
     for name in _SCALE_FIELDS:
@@ -229,14 +229,14 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         target_T, request = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
-        kernel = _kernel(token_statistics, hidden_TD.is_cuda)
+        kernel = _maybe_compiled(token_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
         budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
         ctx.projected = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
-                projected = project(_padded(hidden))
-                for name, value in kernel(projected, _padded(target), request).items():
+                projected = project(_pad_rows(hidden))
+                for name, value in kernel(projected, _pad_rows(target), request).items():
                     parts.setdefault(name, []).append(value[: len(hidden)])
                 budget -= projected.numel()
                 if budget >= 0:
@@ -259,7 +259,7 @@ class _LinearStatistics(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         project = _projection(hidden_TD, weight_VD, bias_V)
         weight = weight_VD.to(hidden_TD.dtype)
-        kernel = _kernel(token_gradient, hidden_TD.is_cuda)
+        kernel = _maybe_compiled(token_gradient, hidden_TD.is_cuda)
         grad_hidden = torch.empty_like(hidden_TD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
@@ -269,11 +269,11 @@ class _LinearStatistics(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
                 rows = len(hidden)
-                values = [_padded(value) for value in rest]
+                values = [_pad_rows(value) for value in rest]
                 statistics = dict(zip(ctx.kept, values, strict=False))
                 grads = dict(zip(reached, values[len(kept) :], strict=True))
-                projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
-                grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads)[:rows]
+                projected = ctx.projected.pop(0) if ctx.projected else project(_pad_rows(hidden))
+                grad_TV = kernel(projected, _pad_rows(target), ctx.request, statistics, grads)[:rows]
                 if grad_hidden is not None:
                     torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
                 if grad_weight is not None:
@@ -303,13 +303,13 @@ def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
         total_VD += grad_TV.t() @ hidden_TD
 
 
-def _padded(rows: Tensor) -> Tensor:
+def _pad_rows(rows: Tensor) -> Tensor:
     """On a GPU, pad rows with zeros to a multiple of the step."""
     missing = -len(rows) % _TOKEN_STEP if rows.is_cuda else 0
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 @functools.cache
-def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """Return a row function, or its compiled form: eager passes over a chunk cost as much as its projection."""
     return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function

@@ -203,7 +203,7 @@ class PolicyGradient(Section):
             log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
         ratio_T = log_ratio_T.exp()
         correction_T, metrics = self._sampler_correction(old_T, batch)
-        loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
+        loss_T, more_metrics = self._surrogate_loss(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
         metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
 
@@ -245,7 +245,7 @@ class PolicyGradient(Section):
             "sampling/importance_sampling_ratio/max": Extreme.over(correction_T, sampled_T),
         }
 
-    def _surrogate(
+    def _surrogate_loss(
         self, logps_T: Tensor, old_T: Tensor, ratio_T: Tensor, correction_T: Tensor, batch: Batch
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Return the policy loss of each token, corrected for the sampler, and its metrics."""

@@ -76,11 +76,11 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def submit(self, call: RewardCall) -> "Future[RewardResult]":
         """Start scoring; calls run in submission order, and several may be pending."""
-        return self._start(call, in_pool=True)
+        return self._start_scoring(call, in_pool=True)
 
     def score(self, call: RewardCall) -> RewardResult:
         """Score and wait; rewards of this process run in the calling thread."""
-        return self._start(call, in_pool=False).result()
+        return self._start_scoring(call, in_pool=False).result()
 
     @property
     def has_state(self) -> bool:
@@ -114,7 +114,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             elif 0 < stats.scored < WARN_AFTER and not stats.applied:
                 logger.warning(NEVER_APPLIES, name, stats.scored)
 
-    def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
+    def _start_scoring(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
         result: Future[RewardResult] = Future()
         if not (len(call) and self.rewards):  # if every completion failed, there is nothing to score
             result.set_result(RewardResult(torch.zeros(len(call), len(self.rewards))))
@@ -134,7 +134,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
         def part_done(_: object) -> None:
             if next(done) == len(futures):
-                settle(result, self._merged, call, parts)
+                settle(result, self._merge_parts, call, parts)
 
         for future in futures:
             future.add_done_callback(part_done)
@@ -156,7 +156,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         done.set_result(self._local.run(reward, call, self.timeout))
         return done
 
-    def _merged(self, call: RewardCall, parts: "list[Parts]") -> RewardResult:
+    def _merge_parts(self, call: RewardCall, parts: "list[Parts]") -> RewardResult:
         scores = RewardResult(torch.full((len(call), len(self.rewards)), math.nan))
         logged: dict[str, list[float]] = {}
         for number, (reward, of_reward) in enumerate(zip(self.rewards, parts, strict=True)):
@@ -167,7 +167,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                     if isinstance(outcome, RewardFailure):
                         reasons[outcome.reason] += stop - start
                         continue
-                    if not_finite := _store(scores, number, offset + start, outcome):
+                    if not_finite := _store_scores(scores, number, offset + start, outcome):
                         reasons[NOT_FINITE] += not_finite
                     for name, value in outcome.metrics:
                         logged.setdefault(name, []).append(value)
@@ -208,7 +208,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             logger.warning("warning: reward '%s' failed on %d of %d completions: %s", name, failed, count, reason)
 
 
-def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
+def _store_scores(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
     """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
     known = [(position, value) for position, value in enumerate(answer.values, start) if value is not None]
     finite = [(position, value) for position, value in known if abs(value) <= MAX_REWARD]

@@ -16,12 +16,12 @@ from upweight.types import Group
 
 def has_signal(group: Group) -> bool:
     """Whether some reward differs between a group's completions."""
-    return any(bool(column.max() > column.min()) for column in _known(group) if len(column))
+    return any(bool(column.max() > column.min()) for column in _applicable_rewards(group) if len(column))
 
 
 def spread(group: Group) -> float:
     """Return the standard deviations of a group's rewards, summed over the reward functions."""
-    return sum(float(column.std()) for column in _known(group) if len(column) > 1)
+    return sum(float(column.std()) for column in _applicable_rewards(group) if len(column) > 1)
 
 
 def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
@@ -49,7 +49,7 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
 
 def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
     """Return, for each reward, the share of completions that earn it (pass@1), and of prompts with any (pass@n)."""
-    scored = [_known(group) for group in groups if group.rewards_SR is not None]
+    scored = [_applicable_rewards(group) for group in groups if group.rewards_SR is not None]
     metrics: dict[str, float] = {}
     for index, name in enumerate(names):
         known = [column for columns in scored if len(column := columns[index])]
@@ -61,7 +61,7 @@ def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float
     return metrics
 
 
-def _known(group: Group) -> list[Tensor]:
+def _applicable_rewards(group: Group) -> list[Tensor]:
     """Return the values of each reward for the completions of a group that it applies to."""
     assert group.rewards_SR is not None
     return [column[~column.isnan()] for column in group.rewards_SR.T]

@@ -28,7 +28,7 @@ def units_of_groups(
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             masked = mask_truncated and not completion.finished
             segments = [
-                _sample(group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps)
+                _sample_of(group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps)
                 for segment in completion.segments
             ]
             tokens = [int(segment.loss_mask.sum()) for segment in segments]
@@ -37,7 +37,7 @@ def units_of_groups(
             units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), group_index))
     failures = [completion.failure is not None for group in groups for completion in group.completions]
     if any(failures) or labelled:
-        units = [_labelled(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
+        units = [_with_label(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
     return units
 
 
@@ -49,10 +49,10 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
         count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
         blocks = [
-            _sample(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
+            _sample_of(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
             for index, completion in enumerate(group.completions)
         ]
-        units += [_labelled(Unit(tuple(blocks[member::count]), group_index), SAMPLED) for member in range(count)]
+        units += [_with_label(Unit(tuple(blocks[member::count]), group_index), SAMPLED) for member in range(count)]
     return units
 
 
@@ -62,11 +62,11 @@ def demonstration(group: int, ids: Sequence[int], loss_mask: Sequence[bool]) -> 
     return Unit((sample,), group)
 
 
-def _labelled(unit: Unit, label: int) -> Unit:
+def _with_label(unit: Unit, label: int) -> Unit:
     return replace(unit, samples=tuple(replace(sample, label=label) for sample in unit.samples))
 
 
-def _sample(
+def _sample_of(
     prompt: Sequence[int], completion: Completion, advantage: float, *, masked: bool = False, with_logps: bool = False
 ) -> Sample:
     length = len(completion.ids)

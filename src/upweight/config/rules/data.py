@@ -16,13 +16,13 @@ def sources(config: Config) -> Iterator[str]:
         yield f"val_set_size: a share below 1, or a whole number of rows, not {section.val_set_size:g}."
     if section.shard_count and section.shard_index >= section.shard_count:
         yield f"dataset_shard_idx: must be below dataset_shard_num ({section.shard_count})."
-    yield from _template("", section)
+    yield from _check_template("", section)
     for key, row in entries(config):
         if row.path is None and row.data_files is None:
             yield f"{key}: names no data. Set 'path' or 'data_files'."
         if row.shards and row.shards_idx >= row.shards:
             yield f"{key}.shards_idx: must be below shards ({row.shards})."
-        yield from _template(f"{key}.", row)
+        yield from _check_template(f"{key}.", row)
 
 
 def entries(config: Config) -> Iterator[tuple[str, DatasetSpec]]:
@@ -32,7 +32,7 @@ def entries(config: Config) -> Iterator[tuple[str, DatasetSpec]]:
             yield f"{key}[{number}]", row
 
 
-def _template(key: str, section: DataSection | DatasetSpec) -> Iterator[str]:
+def _check_template(key: str, section: DataSection | DatasetSpec) -> Iterator[str]:
     chosen = "tokenizer_default" if section.chat_template is None else section.chat_template
     plain = chosen.removeprefix(FALLBACK_PREFIX)
     if plain == "jinja" and not section.chat_template_jinja:

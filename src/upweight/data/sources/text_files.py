@@ -40,17 +40,17 @@ class LineFile:
         return [str(self.path.resolve()), stat.st_size, stat.st_mtime_ns]
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._row_spans)
 
     def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        return [self._parse(int(index)) for index in indices]
+        return [self._parse_row(int(index)) for index in indices]
 
     def location(self, index: int) -> str:
         """Return the number of a row, counted from 0, and its line, counted from 1."""
-        return f"row {index} ({self.path.name}:{self._spans[index, 2]})"
+        return f"row {index} ({self.path.name}:{self._row_spans[index, 2]})"
 
     @cached_property
-    def _bytes(self) -> mmap.mmap | bytes:
+    def _read_bytes(self) -> mmap.mmap | bytes:
         opener = COMPRESSED.get(self.path.suffix.lower())
         try:
             with tempfile.TemporaryFile() if opener else self.path.open("rb") as file:
@@ -63,25 +63,25 @@ class LineFile:
             raise UserError(f"{self.path}: cannot be read ({error}).") from error
 
     @cached_property
-    def _spans(self) -> NDArray[np.int64]:
+    def _row_spans(self) -> NDArray[np.int64]:
         """Return the first byte, the byte after the last, and the line number (from 1) of each row."""
         if self.kind == "text":
-            return _line_spans(self._bytes)
-        if LIST.match(self._bytes):
+            return _line_spans(self._read_bytes)
+        if LIST.match(self._read_bytes):
             return self._list_spans()
-        spans = _line_spans(self._bytes)
-        if len(spans) <= 1 or not _opens_object(self._text(spans[0, 0], spans[0, 1], 1).rstrip()):
+        spans = _line_spans(self._read_bytes)
+        if len(spans) <= 1 or not _opens_object(self._decode_span(spans[0, 0], spans[0, 1], 1).rstrip()):
             return spans
-        with self._explained(1):
-            json.loads(self._text(0, len(self._bytes), 1))
-        return np.array([[0, len(self._bytes), spans[0, 2]]])
+        with self._explain_errors(1):
+            json.loads(self._decode_span(0, len(self._read_bytes), 1))
+        return np.array([[0, len(self._read_bytes), spans[0, 2]]])
 
     def _list_spans(self) -> NDArray[np.int64]:
         """Return the spans of the rows of a file that is one JSON list."""
-        text, decoder, spans = self._text(0, len(self._bytes), 1), json.JSONDecoder(), []
-        mark = BOM_UTF8 if self._bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
+        text, decoder, spans = self._decode_span(0, len(self._read_bytes), 1), json.JSONDecoder(), []
+        mark = BOM_UTF8 if self._read_bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
         position, seen, seen_bytes, line = text.index("[") + 1, 0, len(mark), 1
-        with self._explained(1):
+        with self._explain_errors(1):
             while (position := _skip_space(text, position)) < len(text) and text[position] != "]":
                 _, end = decoder.raw_decode(text, position)
                 line += text.count("\n", seen, position)
@@ -97,27 +97,27 @@ class LineFile:
                 raise json.JSONDecodeError("Expecting the end of the list", text, position)
         return np.array(spans, np.int64).reshape(-1, 3)
 
-    def _text(self, first: int, last: int, line: int) -> str:
-        raw = self._bytes[first:last]
+    def _decode_span(self, first: int, last: int, line: int) -> str:
+        raw = self._read_bytes[first:last]
         try:
             return raw.decode("utf-8-sig" if first == 0 else "utf-8")
         except UnicodeDecodeError as error:
             line += raw.count(b"\n", 0, error.start)
             raise UserError(f"{self.path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from error
 
-    def _parse(self, index: int) -> dict[str, Any]:
-        first, last, line = (int(value) for value in self._spans[index])
-        text = self._text(first, last, line)
+    def _parse_row(self, index: int) -> dict[str, Any]:
+        first, last, line = (int(value) for value in self._row_spans[index])
+        text = self._decode_span(first, last, line)
         if self.kind == "text":
             return {"text": text.rstrip("\r\n")}
-        with self._explained(line):
+        with self._explain_errors(line):
             row = json.loads(text)
         if not isinstance(row, dict):
             raise UserError(f"{self.path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
         return row
 
     @contextmanager
-    def _explained(self, line: int) -> Iterator[None]:
+    def _explain_errors(self, line: int) -> Iterator[None]:
         """Turn JSON errors into errors about this file; the text that is decoded begins on `line`."""
         try:
             yield

@@ -113,7 +113,7 @@ def build_rollouts(
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
-    schedule = _schedule(section, plan, policy, sharded_work, backend)
+    schedule = _rollout_schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
     producer = Producer(
@@ -162,7 +162,7 @@ def _completion_source(
     return SingleTurn(generator) if env_setup is None else env_setup.completion_source(model, tokenizer, generator)
 
 
-def _schedule(
+def _rollout_schedule(
     section: RolloutSection, plan: Plan, policy: Policy, sharded_work: ShardedWork | None, backend: Backend
 ) -> RolloutSchedule:
     """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce."""

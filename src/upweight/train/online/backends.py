@@ -61,7 +61,7 @@ def in_process(inputs: BackendInputs) -> InProcess:
         device=PartialState().device if policy.sharded else None,  # sharded weights may still be on the CPU
         compile=inputs.config.rollout.compile_sampler,
     )
-    longest = max((_tokens(rows[number], sampling) for number in range(len(rows))), default=0)
+    longest = max((_longest_context(rows[number], sampling) for number in range(len(rows))), default=0)
     generator.require_room(longest, sampling.max_new_tokens)
     return generator
 
@@ -151,7 +151,7 @@ def _longest_prompt(rows: PromptRows) -> int:
     return max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
 
 
-def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
+def _longest_context(row: Mapping[str, Any], sampling: Sampling) -> int:
     """Return the most tokens that a row may have before its last sampled turn."""
     if "ids" in row:
         return len(row["ids"]) - sampling.max_new_tokens
