@@ -171,7 +171,7 @@ class _Builder:
     def __init__(self, config: Config, jobs: Sequence[EncodeJob], target: Path) -> None:
         self.config, self.target = config, target
         self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
-        self.names: set[str] = set()
+        self.column_names: set[str] = set()
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
@@ -184,7 +184,7 @@ class _Builder:
         part, batch, origin = self.parts[chunk.job], chunk.batch, chunk.origin_N2
         part.dropped += chunk.dropped
         part.notes += chunk.notes
-        self.names |= chunk.names
+        self.column_names |= chunk.column_names
         if chunk.digests:
             fresh: list[bool] = []
             for digest in chunk.digests:
@@ -216,7 +216,7 @@ class _Builder:
         kept = [part.kept for part in self.parts if not part.evaluation]
         np.save(self.target / "order.npy", training_order(data, kept, self.config.optim.seed))
         np.save(self.target / "origin.npy", np.concatenate(self.origin))
-        saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
+        saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.column_names)}
         (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
 
 

@@ -74,7 +74,7 @@ class Chunk:
     batch: pa.RecordBatch
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
-    names: set[str]  # columns that any record has
+    column_names: set[str]  # that any record has
     digests: list[bytes]  # of the records kept, for deduplication
     dropped: Counter[str]
     notes: Counter[str]

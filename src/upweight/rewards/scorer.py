@@ -174,11 +174,11 @@ class Scorer(AbstractContextManager["Scorer"]):
             scores.metrics[f"rewards/{reward.name}/seconds"] = seconds
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
-            self._update_stats(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
+            self._note_failures(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
 
-    def _update_stats(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
+    def _note_failures(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
         """Count failures, warn each time they have doubled, and raise a UserError if every completion failed."""
         name, count, failed = reward.name, len(call), reasons.total()
         all_failed = failed == count

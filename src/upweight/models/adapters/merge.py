@@ -248,7 +248,7 @@ def _stay_tied(left: MergedWeight | None, right: MergedWeight | None) -> bool:
     return left is None and right is None
 
 
-def difference(adapted: AdapterFolder, merged: Path) -> float:
+def merge_error(adapted: AdapterFolder, merged: Path) -> float:
     """Return the largest change of log-probs (or scores) of a few texts by merging; one model is loaded at a time."""
     tokenizer, dtype, head = adapted.tokenizer(), adapted.dtype(), adapted.head()
     before = _probe_outputs(adapted.load(dtype), tokenizer)

@@ -88,7 +88,7 @@ def vllm_server(inputs: BackendInputs) -> VllmServer | VllmServers | None:
     server = connect(urls[0]) if len(urls) == 1 else VllmServers(urls, connect)
     server.require_room(_longest_prompt(inputs.rows), inputs.sampling.max_new_tokens)
     if inputs.sharded_work is not None:
-        server.on_model(inputs.sharded_work.lead)
+        server.on_model(inputs.sharded_work.run_on_all_ranks)
     return server
 
 

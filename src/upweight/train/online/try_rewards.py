@@ -37,11 +37,11 @@ class TriedRewards:
         return {
             "completions": len(self.call),
             "prompts": len(self.call.groups()),
-            "rewards": [trial.summary() | self.examples(trial) for trial in self.trials],
+            "rewards": [trial.summary() | self.best_and_worst(trial) for trial in self.trials],
             "remarks": self.remarks,
         }
 
-    def examples(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
+    def best_and_worst(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
         """A reward's best and worst completions with their prompts and scores."""
         texts, prompts = texts_of(self.call.completions), self.call.prompts
         best, worst = (
