@@ -98,8 +98,9 @@ def main() -> None:
     parser.add_argument("--gguf", help="its weights, where they are in one GGUF file")
     parser.add_argument("--steps", type=int, default=12, help="of each student")
     parser.add_argument("--teacher-steps", type=int, default=12)
+    parser.add_argument("--points", type=int, default=3, help="of each curve, counted from its end")
     parser.add_argument("--only", choices=STUDENTS, action="append", help="train these students")
-    parser.add_argument("--keep", type=Path, help="folder for runs and rows; a teacher that is there is used")
+    parser.add_argument("--keep", type=Path, help="folder for runs and rows; models that are there are used")
     asked = parser.parse_args()
     start = {"base_model": asked.folder, **({"gguf_file": asked.gguf} if asked.gguf else {})}
     with tempfile.TemporaryDirectory() as temporary:
@@ -111,12 +112,14 @@ def main() -> None:
             data = {"datasets": [{"path": str(folder / "rows.jsonl"), "type": "chat_template"}]}
             options = {"max_steps": asked.teacher_steps, "save_strategy": "no"}
             upweight("train", folder, "teacher", **start, **data, **options)
-        print(json.dumps({"case": "start", **measured(folder, "start", start)}), flush=True)
+        if asked.points > 1:
+            print(json.dumps({"case": "start", **measured(folder, "start", start)}), flush=True)
         every = max(asked.steps // 3, 1)
         for name in asked.only or STUDENTS:
             options = {"max_steps": asked.steps, "save_steps": every, "eval_strategy": "no", "save_only_model": True}
-            upweight("train", folder, name, **distilled(folder, STUDENTS[name], start), **options)
-            for step in range(every, asked.steps + 1, every):
+            if not (folder / name / f"checkpoint-{asked.steps}").is_dir():
+                upweight("train", folder, name, **distilled(folder, STUDENTS[name], start), **options)
+            for step in range(every, asked.steps + 1, every)[-asked.points :]:
                 found = measured(folder, name, {"base_model": str(folder / name / f"checkpoint-{step}")})
                 print(json.dumps({"case": name, "step": step, **found}), flush=True)
         print(json.dumps({"seconds": round(time.perf_counter() - began)}), flush=True)
