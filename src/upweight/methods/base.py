@@ -127,6 +127,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def loss_function(self) -> Call | None:
+        """The user's function that takes the place of a policy gradient's terms; None where there is none."""
+        return None
+
+    @property
     def advantage_function(self) -> Call | None:
         """The user's function that takes the place of `advantages`; None where there is none."""
         return None
