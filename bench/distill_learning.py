@@ -77,7 +77,6 @@ def distilled(folder: Path, block: dict[str, Any], model: dict[str, Any]) -> dic
     return {
         "rl": "distill", "distill": {"teacher": str(folder / "teacher"), **block}, **model,
         "trl": {"max_completion_length": NEW_TOKENS}, "datasets": [{"path": str(folder / "prompts.jsonl")}],
-        "test_datasets": [{"path": str(folder / "held_out.jsonl")}],
     }  # fmt: skip
 
 
@@ -85,9 +84,11 @@ def measured(folder: Path, name: str, model: dict[str, Any]) -> dict[str, float]
     """Both KLs of a student from the teacher on held-out prompts, in nats a token."""
     found: dict[str, float] = {}
     for measure, block in MEASURES.items():
-        text = upweight("evaluate", folder, f"{name}_{measure}", **distilled(folder, block, model))
+        held_out = {"test_datasets": [{"path": str(folder / "held_out.jsonl")}]}
+        text = upweight("evaluate", folder, f"{name}_{measure}", **distilled(folder, block, model), **held_out)
         answer = json.loads(text[text.index("{") :])
         found[measure] = round(answer[f"eval_distill/{measure}"], 4)
+        print(f"{name}: {found}", file=sys.stderr, flush=True)
         found["agreement"] = round(answer["eval_distill/agreement"], 3)  # the last: on the teacher's answers
     return found
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import nn
+
 from upweight.errors import UserError
 from upweight.sampler.in_process import InProcess
 from upweight.train.distill.teachers import LocalTeacher
@@ -15,6 +17,7 @@ class TeacherSampler:
     """Samples with the weights of the run's only teacher."""
 
     policy: Policy
+    kept: InProcess | None = None
 
     @cached_property
     def teacher(self) -> LocalTeacher:
@@ -29,5 +32,10 @@ class TeacherSampler:
 
     def __call__(self, prompts: Prompts, count: int, sampling: Sampling) -> Completions:
         with self.teacher.reference.use(self.policy.model) as model:
-            sampler = InProcess(model, self.policy.tokenizer, engine=self.teacher.engine)
-            return sampler.generate(prompts, count, sampling)
+            return self._sampler(model).generate(prompts, count, sampling)
+
+    def _sampler(self, model: nn.Module) -> InProcess:
+        """Return the sampler, whose checks run once; weights that come from elsewhere may lie at other places later."""
+        if self.kept is None or self.teacher.at_once:
+            self.kept = InProcess(model, self.policy.tokenizer, engine=self.teacher.engine)
+        return self.kept
