@@ -12,7 +12,7 @@ from upweight.config.load import load_config
 from upweight.errors import UserError
 from upweight.runs.health import verdicts
 from upweight.train.distill.load import warn_of_other_template
-from upweight.train.run import evaluate, train
+from upweight.train.run import build, evaluate, train
 
 TEXTS = [{"prompt": f"say {c}:", "completion": f" {c}{c}"} for c in "abcdefgh"]
 CHATML = (
@@ -103,3 +103,16 @@ def test_a_quantised_teacher_needs_a_package_that_is_named(models, bits):
     except ImportError:
         with pytest.raises(UserError, match=r"distill\.teacher_load_in_8bit: a quantised teacher needs bitsandbytes"):
             train(config(models, {"teacher": str(models / "teacher"), f"teacher_load_in_{bits}bit": True}))
+
+
+def test_a_teacher_that_writes_is_checked_once(models):
+    block = {"teacher": str(models / "teacher"), "on_policy": 0.5, "seq_kd": True}
+    trainer = build(config(models, block))
+    writer, samplers = trainer.rollouts.producer.completion_source.teacher, []
+    for _ in range(2):
+        trainer.rollouts.current = None
+        trainer.rollouts.next_step(trainer.runner, trainer.model, trainer.state)
+        samplers.append(writer.kept)
+    trainer.rollouts.close()
+    assert samplers[0] is samplers[1]
+    assert samplers[0] is not None
