@@ -2,6 +2,7 @@
 
     python -m bench.stream_memory --megabytes 10 1000 --steps 60      # rows of about 1 kB
     python -m bench.stream_memory --rows 5000000 --steps 200          # small rows; memory early and late in the run
+    python -m bench.stream_memory --rows 5000000 --steps 200 --batch 256 --kill    # then again, killed and resumed
     python -m bench.stream_memory --megabytes 10 1000 --drain         # every row is read and encoded, none trained on
     python -m bench.stream_memory --megabytes 10 1000 --drain --text unbroken --format parquet
 
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -76,21 +78,22 @@ def write_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=4, **shape)).save_pretrained(folder)
 
 
-def config_of(folder: Path, file: Path, steps: int) -> dict[str, Any]:
+def config_of(folder: Path, file: Path, steps: int, batch: int = 16, save_steps: int | None = None) -> dict[str, Any]:
     """Return the config of a run on a stream."""
+    saved = {"save_strategy": "no"} if save_steps is None else {"save_steps": save_steps}
     return {
         "base_model": str(folder / "model"), "datasets": [{"path": str(file), "type": "completion"}],
-        "streaming": True, "max_steps": steps, "micro_batch_size": 16, "sequence_len": 256, "logging_steps": 10,
-        "output_dir": str(folder / f"out-{file.stem}"), "save_strategy": "no", "dataset_num_proc": 2,
+        "streaming": True, "max_steps": steps, "micro_batch_size": batch, "sequence_len": 256, "logging_steps": 10,
+        "output_dir": str(folder / f"out-{file.stem}"), "dataset_num_proc": 2, **saved,
     }  # fmt: skip
 
 
-def train(config: Path) -> None:
+def train(config: Path, *, resume: bool = False) -> None:
     """Train what a config describes, in this process."""
     from upweight.config import load_config
     from upweight.train.run import train as run
 
-    run(load_config(config))
+    run(load_config(config), resume=resume)
 
 
 def drain(config: Path) -> None:
@@ -125,17 +128,45 @@ def tree_memory(root: int) -> int:
     return total
 
 
-def measured(config: Path, mode: str, metrics: Path) -> dict[str, Any]:
-    """Run a mode in a process of its own; return the peak of its memory, and the largest by the step reached."""
+def started(config: Path, mode: str) -> subprocess.Popen[str]:
+    """Start a mode in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bench.stream_memory", "--run", mode, str(config)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Return the losses that a run has logged so far, by step."""
+    text = metrics.read_text() if metrics.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def killed_and_resumed(config: Path, metrics: Path, steps: int) -> dict[str, Any]:
+    """Kill a run after half of its steps and resume it; return whether its losses are those of the whole run."""
+    whole = losses(metrics)
+    shutil.rmtree(metrics.parent)
+    process = started(config, "train")
+    while process.poll() is None and max(losses(metrics), default=0) < steps // 2:
+        time.sleep(SECONDS_BETWEEN / 4)
+    process.kill()
+    process.communicate()
+    reached, resumed = max(losses(metrics)), started(config, "resume")
+    resumed.communicate()
+    if resumed.returncode:
+        raise SystemExit(f"the resumed run failed with {resumed.returncode}")
+    return {"killed_at_step": reached, "same_losses": losses(metrics) == whole, "last_loss": whole[steps]}
+
+
+def measured(config: Path, mode: str, metrics: Path) -> dict[str, Any]:
+    """Run a mode in a process of its own; return the peak of its memory, and the largest by the step reached."""
+    process = started(config, mode)
     series, by_step = list[int](), dict[int, int]()
     while process.poll() is None:
         used = tree_memory(process.pid)
         series.append(used)
-        if metrics.is_file() and (lines := metrics.read_text().splitlines()):
-            step = json.loads(lines[-1])["step"]
+        if logged := losses(metrics):
+            step = max(logged)
             by_step[step] = max(used, by_step.get(step, 0))
         time.sleep(SECONDS_BETWEEN)
     assert process.stdout is not None
@@ -156,13 +187,16 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="*", default=[])
     parser.add_argument("--rows", type=int, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--drain", action="store_true")
+    parser.add_argument("--kill", action="store_true")
     parser.add_argument("--text", choices=("words", "new", "unbroken"), default="words")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
     parser.add_argument("--run", nargs=2, metavar=("MODE", "CONFIG"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
-        (drain if given.run[0] == "drain" else train)(Path(given.run[1]))
+        mode, config = given.run[0], Path(given.run[1])
+        drain(config) if mode == "drain" else train(config, resume=mode == "resume")
         return
     import yaml
 
@@ -173,11 +207,14 @@ def main() -> None:
         for megabytes, rows in [(size, None) for size in given.megabytes] + [(None, count) for count in given.rows]:
             file = folder / f"{megabytes or rows}.{given.format}"
             count = write_stream(file, made_rows(megabytes, rows, given.text))
-            content = config_of(folder, file, given.steps)
+            saved = given.steps // 5 if given.kill else None
+            content = config_of(folder, file, given.steps, given.batch, saved)
             config = folder / f"{file.stem}.yaml"
             config.write_text(yaml.safe_dump(content))
             mode = "drain" if given.drain else "train"
-            result = measured(config, mode, Path(content["output_dir"]) / "metrics.jsonl")
+            metrics = Path(content["output_dir"]) / "metrics.jsonl"
+            result = measured(config, mode, metrics)
+            result |= killed_and_resumed(config, metrics, given.steps) if given.kill else {}
             peaks.append(result["peak_mb"])
             shape = {"megabytes": file.stat().st_size >> 20, "rows": count, "text": given.text, "format": given.format}
             print(json.dumps({"mode": mode, **shape, **result}), flush=True)

@@ -71,7 +71,8 @@ def test_iterable_datasets_are_trained_and_evaluated_on(case):
     made.train()
     assert made.state.global_step == 3
     assert made.state.log_history[-1]["train_loss"] is not None
-    assert not any(torch.equal(weight, before[name]) for name, weight in made.model.named_parameters())
+    same = [name for name, weight in made.model.named_parameters() if torch.equal(weight, before[name])]
+    assert not same if trainer not in ONLINE else len(same) < len(before)  # rewards of a group may be equal
     metric = "eval_reward" if trainer in ONLINE else "eval_loss"
     of_list = made.evaluate(ROWS[rows])[metric]
     assert made.evaluate()[metric] == pytest.approx(of_list)
@@ -95,7 +96,8 @@ def test_a_trainer_on_rows_takes_evaluation_streams_in_every_form(case, form):
     if form != "one":
         assert set(made.eval_dataset) == {"data1", "data2"}
     held, later = made.evaluate(), trainer_of(trainer, config, ROWS[rows], **settings)
-    names = ["eval_loss"] if form == "one" else ["eval_data1_loss", "eval_data2_loss"]
+    metric = "reward" if trainer in ONLINE else "loss"
+    names = [f"eval_{metric}"] if form == "one" else [f"eval_data1_{metric}", f"eval_data2_{metric}"]
     assert set(names) <= set(held)
     given = later.evaluate(forms[form](rows))
     assert [given[name] for name in names] == pytest.approx([held[name] for name in names])
@@ -104,15 +106,16 @@ def test_a_trainer_on_rows_takes_evaluation_streams_in_every_form(case, form):
 
 @pytest.mark.parametrize("which", ["train", "eval", "several", "of datasets"])
 @pytest.mark.parametrize(
-    ("trainer", "config", "name"), [(DPOTrainer, DPOConfig, "pairs"), (KTOTrainer, KTOConfig, "labelled")]
+    ("trainer", "config", "name", "loss"),
+    [(DPOTrainer, DPOConfig, "pairs", "sigmoid"), (KTOTrainer, KTOConfig, "labelled", "apo_zero_unpaired")],
 )
-def test_reference_log_probs_of_a_stream_are_not_precomputed(trainer, config, name, which):
+def test_reference_log_probs_of_a_stream_are_not_precomputed(trainer, config, name, loss, which):
     rows, held_out = (ROWS[name], stream(name)) if which != "train" else (stream(name), None)
     held_out = {"several": {"one": held_out}, "of datasets": IterableDatasetDict({"one": held_out})}.get(
         which, held_out
     )
     with pytest.raises(ValueError, match=r"precompute_ref_log_probs.*not supported with IterableDataset"):
-        trainer_of(trainer, config, rows, held_out, precompute_ref_log_probs=True)
+        trainer_of(trainer, config, rows, held_out, precompute_ref_log_probs=True, loss_type=loss)
 
 
 @pytest.mark.parametrize("case", ["sft", "grpo"])
