@@ -50,6 +50,7 @@ def rows_in_the_form_of(path):
         ],
         "nvidia/OpenCodeInstruct": [{"input": f"print {n} twice", "output": f"print({n}, {n}) # done"} for n in many],
         "sums.jsonl": [{"prompt": turns(f"What is {n} + 1?"), "answer": str(n + 1)} for n in many],
+        ".cache/own_method/prompts.jsonl": [{"prompt": f"{letter}:", "letter": letter} for letter in "abcdefgh"],
     }
     return known[path]
 

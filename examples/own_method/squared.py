@@ -1,14 +1,17 @@
 """A policy loss of our own: the squared residual of Kimi k1.5 (arXiv:2501.12599), with its baseline."""
 
-import torch
+
+def _group_mean(values, groups):
+    """The mean of each completion's group; NaN is no value."""
+    known = ~values.isnan()
+    zeros = values.new_zeros(int(groups.max()) + 1)
+    total = zeros.index_add(0, groups, values.nan_to_num(0.0))
+    return (total / zeros.index_add(0, groups, known.to(values)).clamp(min=1))[groups]
 
 
 def baseline(rewards, groups):
     """Rewards minus the mean reward of their group: one advantage for each completion."""
-    known = rewards.nan_to_num(0.0)
-    total = torch.zeros(int(groups.max()) + 1).index_add(0, groups, known)
-    count = torch.zeros(int(groups.max()) + 1).index_add(0, groups, (~rewards.isnan()).float())
-    return rewards - (total / count.clamp(min=1))[groups]
+    return rewards - _group_mean(rewards, groups)
 
 
 def loss(log_ratio, sequence_advantages, mask, lengths, *, tau: float = 0.1):

@@ -60,6 +60,17 @@ def test_one_function_takes_its_settings_and_a_place(folder):
         methods_of("checked_losses.py:helper", {}, None, folder)
 
 
+def test_a_helper_that_looks_like_advantages_is_told_how_to_be_one(folder):
+    text = "def group_mean(values, groups):\n    return values\n\ndef center(rewards, groups):\n    return rewards\n"
+    (folder / "with_helper.py").write_text(text)
+    with pytest.raises(
+        UserError, match=r"'values', which is neither .*\nIf it is a helper that another function calls, b"
+    ):
+        methods_of("with_helper.py", {}, None, folder)
+    (folder / "with_hidden_helper.py").write_text(text.replace("group_mean", "_group_mean"))
+    assert list(methods_of("with_hidden_helper.py", {}, None, folder)) == ["with_hidden_helper.center"]
+
+
 def test_a_loss_whose_place_is_not_clear_is_never_left_out(folder):
     (folder / "unclear_losses.py").write_text(UNCLEAR)
     with pytest.raises(UserError, match=r"'unclear_losses.either' can be a loss of dpo or kto or grpo: say which with"):

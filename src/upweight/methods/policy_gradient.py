@@ -130,6 +130,10 @@ class PolicyGradient(Section):
         return bind(functions, self.method_args, type(self).model_fields)
 
     @property
+    def loss_function(self) -> Call | None:
+        return self.calls.get(LOSS)
+
+    @property
     def advantage_function(self) -> Call | None:
         return self.calls.get(ESTIMATOR)
 
@@ -284,9 +288,10 @@ class PolicyGradient(Section):
         if self.needs_preparation:
             top_T = sampled_T & (required(out.entropy_T) >= prepared["entropy_threshold"])
         loss_T = torch.where(top_T, loss_T, 0.0)
-        if self.adds_kl:
+        if self.needs_reference:
             kl_T = policy_losses.reference_kl(logps_T, required(out.ref_logps_T))
-            metrics["kl"] = Mean.over(kl_T, sampled_T)
+            metrics = {"kl": Mean.over(kl_T, sampled_T), **metrics}  # a user's own of this name stays
+        if self.adds_kl:
             loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
         if by_sequence:

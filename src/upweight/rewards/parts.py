@@ -19,6 +19,18 @@ class PartRewards:
     by_token: bool = False  # one value for each token
     in_text: bool = False  # ends count characters instead of tokens
 
+    @property
+    def total(self) -> float:
+        """The sum of the parts, which is the reward of the completion."""
+        return sum(value for _, value in self.pairs)
+
+    def times(self, factor: float) -> Any:
+        """Return the parts times a factor, in the form in which a function returns them."""
+        pairs = [(end, value * factor) for end, value in self.pairs]
+        if self.by_token:
+            return [value for _, value in pairs]
+        return {CHARACTERS: pairs} if self.in_text else pairs
+
 
 def part_rewards(item: Any, number: Callable[[Any], float | None]) -> PartRewards | None:
     """Return the rewards of parts that a list or mapping holds, None if it holds no such; `number` reads one value."""

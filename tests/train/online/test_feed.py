@@ -69,6 +69,45 @@ def test_a_run_begins_with_what_to_watch_and_says_when_nothing_can_be_skipped(tm
     assert any("for the sake of trl.beta" in line for line in caplog.messages) != skips
 
 
+def plain(log_ratio, advantages):
+    return -log_ratio.exp() * advantages
+
+
+def near(log_ratio, advantages, ref_logps):
+    return -log_ratio.exp() * advantages + 0 * ref_logps
+
+
+def skipping(log_ratio, advantages):
+    return -log_ratio.exp() * advantages
+
+
+skipping.skip_zero_advantage = True
+
+
+@pytest.mark.parametrize(
+    ("loss", "watched", "forwarded"),
+    [
+        (plain, "group_reward_std", "write 'plain.skip_zero_advantage = True' below it, and they are skipped"),
+        (near, "kl", "test_feed.near' may act on them; if it has no gradient at an advantage of 0"),
+        (plain, "kl", "for the sake of trl.loss_type and trl.beta; trl.skip_zero_advantage_batches has nothing"),
+        (skipping, "group_reward_std", None),
+    ],
+)
+def test_a_run_with_a_users_loss_names_what_is_logged_and_how_to_skip(tmp_path, caplog, loss, watched, forwarded):
+    caplog.set_level(logging.INFO, "upweight")
+    logging.getLogger("upweight").propagate = True
+    beta = 0.1 if "trl.beta" in (forwarded or "") else 0.0
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 6, "loss_type": loss, "beta": beta})
+    trainer = online_trainer(tmp_path, method=method, max_steps=1)
+    (line,) = [line for line in caplog.messages if "no measure of progress" in line]
+    assert line.endswith(watched)
+    lines = [line for line in caplog.messages if "are forwarded like all others" in line]
+    assert len(lines) == (forwarded is not None)
+    assert not lines or forwarded in lines[0]
+    trainer.train()
+    assert ("kl" in logged(trainer)[0]) == (watched == "kl")
+
+
 @pytest.mark.parametrize("budget", [16, 40])
 def test_any_cut_into_forwards_gives_the_same_weights(tmp_path, budget):
     whole, cut = (online_trainer(tmp_path / str(size), wanted=16, budget=size) for size in (4096, budget))

@@ -42,9 +42,16 @@ def methods_of(target: str, options: Mapping[str, Any], place: Place | None, fol
     found = [one for one in found if inspect.isclass(one) or _places(one) or TERMS & set(asked_names(one))]
     if not found:
         raise UserError(f"{target}: has no Method, and no function that asks for what losses or advantages get.")
-    return {name_of(one): _method(one, options, place, folder) for one in found}
+    methods = {}
+    for one in found:
+        try:
+            methods[name_of(one)] = _method(one, options, place, folder)
+        except UserError as error:
+            raise UserError(f"{error}\n{HELPERS}") from None
+    return methods
 
 
+HELPERS = "If it is a helper that another function calls, begin its name with an underscore."
 # A function that asks for one of these is a loss, and no helper, even if its place is not clear.
 TERMS = {"logps", "ref_logps", "entropy"}
 
@@ -77,10 +84,7 @@ def _method(function: Any, options: Mapping[str, Any], place: Place | None, fold
         places = [place]
     if len(places) != 1:
         several = f"can be a loss of {' or '.join(places)}" if places else "asks for nothing that losses get"
-        raise UserError(
-            f"'{name_of(function)}' {several}: say which with --as ({', '.join(NAMES)}). "
-            "The name of a helper that is no loss begins with an underscore."
-        )
+        raise UserError(f"'{name_of(function)}' {several}: say which with --as ({', '.join(NAMES)}).")
     setting = "advantage_estimator" if places[0] == "advantages" else "loss_type"
     kind = {"dpo": DPO, "kto": KTO, "sft": SFT}.get(places[0], GRPO)
     paths = {path: key.name for key in keys_of(kind) for path in (key.path, key.name)}

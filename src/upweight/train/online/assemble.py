@@ -46,12 +46,16 @@ from upweight.user_modules import load_function
 
 MAX_REROLL = 1024  # failed prompts remembered
 LOSS_IS_NO_MEASURE = (
-    "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
-    "group_reward_std%s"
+    "%s: the loss is no measure of progress (that of a policy gradient is near 0 and may rise while it learns): watch "
+    "reward, group_reward_std%s"
 )
 ZERO_ADVANTAGE_FORWARDED = (
     "%s: completions without an advantage are forwarded like all others, for the sake of %s; "
-    "trl.skip_zero_advantage_batches leaves out those that nothing is computed from"
+    "trl.skip_zero_advantage_batches has nothing to skip"
+)
+USERS_LOSS_FORWARDS = (
+    "trl.loss_type: completions without an advantage are forwarded like all others, since '%s' may act on them; "
+    "if it has no gradient at an advantage of 0, write '%s.skip_zero_advantage = True' below it, and they are skipped"
 )
 
 
@@ -155,7 +159,11 @@ def _log_what_to_watch(method: Method, section: RolloutSection, forwarded_for: S
     """Log what the loss says, and for what completions without an advantage are forwarded."""
     if not method.evaluates_loss:
         logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and forwarded_for and not method.strided:
+    if not section.skip_zero_advantage or method.strided or not forwarded_for:
+        return
+    if (users := method.loss_function) is not None and len(forwarded_for) == 1:
+        logger.info(USERS_LOSS_FORWARDS, users.function.name, users.function.name.rpartition(".")[2])
+    else:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(forwarded_for))
 
 
