@@ -42,14 +42,14 @@ def stream(name):
 
 def trainer_of(trainer, config, rows, held_out=None, **settings):
     args = config(output_dir="out", **{**COMMON, **settings})
-    given = {"reward_funcs": lengths} if trainer in ONLINE else {}
+    given = {"reward_funcs": letters} if trainer in ONLINE else {}
     return trainer(
         model=model(trainer), args=args, train_dataset=rows, eval_dataset=held_out, processing_class=TOKENIZER, **given
     )
 
 
-def lengths(completions, **columns):
-    return [float(len(str(one))) for one in completions]
+def letters(completions, **columns):
+    return [float(sum(map(ord, str(one))) % 101) for one in completions]
 
 
 CASES = {
