@@ -206,7 +206,7 @@ def measure(
         "ratio": round(theirs["wall_s"] / mine["wall_s"], 2),
         "cpu_ratio": round(theirs["cpu_s"] / mine["cpu_s"], 2),
         "tokenizer_s": round(alone["wall_s"], 2),
-        "tokenizer_share": {
+        "tokenizer_cpu_to": {  # that of each side; ours has fewer words tokenized
             "ours": round(alone["cpu_s"] / mine["cpu_s"], 2),
             "peer": round(alone["cpu_s"] / theirs["cpu_s"], 2),
         },
