@@ -94,7 +94,7 @@ $(QUANT)/.ready: $(READY)
 	touch $@
 
 test-quant: $(QUANT)/.ready
-	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANT) $(BIN)/python -m pytest tests/cli/test_merge_lora.py tests/train/distributed/test_fsdp.py -k "lora or quantised"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANT) $(BIN)/python -m pytest tests/cli/test_merge_lora.py tests/train/distributed/test_fsdp.py tests/train/distill/test_fit.py -k "lora or quantised"
 
 lint: $(READY)
 	$(BIN)/ruff check .

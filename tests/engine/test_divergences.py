@@ -141,3 +141,9 @@ def test_kernels_are_one_graph(teacher, kind):
     right = token_gradient(projected, target, request, known, grads, teacher=given)
     ours = torch.compile(token_gradient, **options)(projected, target, request, known, grads, teacher=given)
     torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_a_scored_token_has_an_empty_list():
+    best = top_k(made()[3].rows(slice(0, 0)), 4, 1.0, 5)
+    assert best.ids_TK.shape == (0, 4)
+    assert best.tail_T.shape == (0,)

@@ -68,5 +68,7 @@ def test_the_ends_of_jsd_are_the_two_kls():
 def test_terms_that_would_not_act_are_refused():
     with pytest.raises(ValueError, match="nothing is trained"):
         Distill(coef=0)
+    with pytest.raises(ValueError, match="one renormalised token has probability 1"):
+        Distill(top_k=1, tail="renormalise")
     with pytest.raises(ValueError, match=r"set distill\.on_policy below 1"):
         Distill(ce_coef=0.1)

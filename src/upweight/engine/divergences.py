@@ -78,7 +78,7 @@ class TopK(NamedTuple):
 def top_k(states: TeacherStates, k: int, temperature: float, rows: int) -> TopK:
     """Return a teacher's top `k` tokens, of its whole vocabulary, for `rows` scored tokens at a time."""
     parts: list[TopK] = []
-    for start in range(0, len(states.hidden_TE), rows):
+    for start in range(0, max(len(states.hidden_TE), 1), rows):  # a row may have no scored token at all
         logits = states.transform(states.rows(slice(start, start + rows)).values(states.vocabulary).float())
         logits = logits / temperature
         values_TK, ids_TK = logits.topk(min(k, logits.shape[1]), -1)

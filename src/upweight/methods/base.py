@@ -57,6 +57,7 @@ class Method(Section, ABC):
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
     read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
+    why_zero: ClassVar[str | None] = None  # what it means that the first step's loss and gradient are exactly 0
     evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 

@@ -25,6 +25,10 @@ class Distill(Method):
 
     name: ClassVar[str] = "distill"
     evaluates_loss: ClassVar[bool] = True
+    why_zero: ClassVar[str | None] = (
+        "distill.teacher: the student equals its teacher at every token of the first step: there is nothing to learn. "
+        "Name another teacher, or let it see more than the student (distill.privileged_prompt)."
+    )
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
     on_policy: float = setting(
@@ -66,6 +70,11 @@ class Distill(Method):
             raise ValueError("distill.coef and distill.ce_coef are both 0: nothing is trained")
         if self.ce_coef and self.on_policy == 1:
             raise ValueError("distill.ce_coef is for the data's completions: set distill.on_policy below 1")
+        if self.top_k == 1 and self.tail == "renormalise" and not self.ce_coef:
+            raise ValueError(
+                "distill.top_k: one renormalised token has probability 1 in both models, which teaches nothing: "
+                "raise it, or set distill.tail: bucket"
+            )
         return self
 
     @property

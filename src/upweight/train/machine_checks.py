@@ -51,6 +51,9 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
             yield f"use_{tracker}: the tracker is not installed: pip install {tracker}."
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
+    if (config.teacher.load_in_4bit or config.teacher.load_in_8bit) and not _installed("bitsandbytes"):
+        keys = "distill.teacher_load_in_4bit, distill.teacher_load_in_8bit"
+        yield f"{keys}: a quantised teacher needs bitsandbytes: pip install bitsandbytes."
     if config.sharding.deepspeed is not None and not _installed("deepspeed"):
         yield NOT_INSTALLED
     colocated = config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "colocate"

@@ -89,8 +89,9 @@ class StepRunner:
                 metered.append(losses_by_source(self.method, out, row, forwarded, prepared=prepared, names=names))
         if checks and first and not self._under_zero:  # DeepSpeed keeps gradients elsewhere
             flows = any(all_gather_objects(gradients_flow(model)))
-            if all(float(count) > 0 for count in counts.values()):
-                require_gradients(flows)
+            if not flows and all(float(count) > 0 for count in counts.values()):
+                zero = not any(all_gather_objects(bool(total)))
+                require_gradients(False, self.method.why_zero if zero else None)
         for metrics in metered:  # only now, so that a step that ran out of memory can be retried
             self.meters.add(metrics)
         if self.skip_zero_advantage:

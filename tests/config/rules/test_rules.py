@@ -86,6 +86,7 @@ BROKEN = {
     "trl.teacher_kl_coef: ebft": {**guided(), "rl": "ebft", "ebft": {"mode": "structured"}},
     "distill.temperature: a listed": distilled({"teacher": "logged", "on_policy": 0, "top_k": 4, "temperature": 2.0}),
     "distill.teacher: logged log-probs": distilled({"teacher": "logged", "top_k": 4}),
+    "distill.teacher: is the base_model": distilled({"teacher": WHOLE["base_model"]}),
     "distill.privileged_prompt: missing": distilled({"teacher": "self"}),
     "distill.self_weights: is for": distilled({"self_weights": "ema"}),
     "distill.seq_kd: only a single": distilled({"teacher": "http://there", "top_k": 4, "seq_kd": True}),

@@ -28,8 +28,21 @@ def teachers(config: Config) -> Iterator[str]:
         yield "distill.privileged_prompt: missing. A policy learns from itself where the teacher sees more than it."
     if not alone and config.set_keys.get("distill.self_weights") not in (None, "initial"):
         yield "distill.self_weights: is for a policy that teaches itself; set 'distill.teacher: self', or drop it."
+    if method.evaluates_loss and _learns_nothing(config):
+        remedy = "name a better model, or a 'distill.privileged_prompt' that it sees"
+        yield f"distill.teacher: is the base_model itself, from which there is nothing to learn; {remedy}."
     if method.teacher_writes and (len(loaded) != 1 or len(places) > 1):
         yield "distill.seq_kd: only a single teacher in this process writes completions; drop it, or name such a one."
+
+
+def _learns_nothing(config: Config) -> bool:
+    """Return whether the student starts as its only teacher, which sees the same and is loaded alike."""
+    section, given = config.teacher, config.set_keys
+    changed = section.load_in_4bit or section.load_in_8bit or section.revision or section.load_options
+    other = (
+        config.adapter.folder or config.model.gguf_file or given.get("distill.ce_coef") or config.method.teacher_sees
+    )
+    return set(section.places.values()) == {config.model.base_model} and not changed and not other
 
 
 def comparisons(config: Config) -> Iterator[str]:

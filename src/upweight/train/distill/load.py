@@ -35,6 +35,7 @@ from upweight.train.distill.server import connect
 from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teacher, Teachers
 from upweight.train.objects import Objects, Tokenizer
 
+SHORT_CHAT = [{"role": "user", "content": "Hello"}]  # which every template can render
 MOST_NAMED = 3  # tokens that an error names
 AttachEngine = Callable[[nn.Module], Engine]
 
@@ -118,7 +119,9 @@ class TeacherLoader:
             adapted = AdapterFolder(section.model_copy(update={"base_model": base or student.base_model}), Path(source))
             require_same_vocabulary(self.tokenizer, adapted.tokenizer(), f"{key}: {place}")
             return adapted.load(dtype)
-        require_same_vocabulary(self.tokenizer, load_tokenizer(section), f"{key}: {place}")
+        tokenizer = load_tokenizer(section)
+        require_same_vocabulary(self.tokenizer, tokenizer, f"{key}: {place}")
+        warn_of_other_template(self.tokenizer, tokenizer, f"{key}: {place}")
         packed = AdapterSection(load_in_4bit=teacher.load_in_4bit, load_in_8bit=teacher.load_in_8bit)
         return load_model(section, dtype, adapter=packed)
 
@@ -146,6 +149,18 @@ def require_same_vocabulary(student: Any, teacher: Any, where: str) -> None:
     )
     problem = f"has another tokenizer than the student: {len(other)} tokens differ ({shown})"
     raise UserError(f"{where} {problem}. Name a teacher of the same family, or train by SFT on texts that it wrote.")
+
+
+def warn_of_other_template(student: Any, teacher: Any, where: str) -> None:
+    """Warn where the teacher's tokenizer renders a conversation otherwise than the student's."""
+    if not (getattr(student, "chat_template", None) and getattr(teacher, "chat_template", None)):
+        return
+    options = {"tokenize": False, "add_generation_prompt": True}
+    ours, theirs = (tokenizer.apply_chat_template(SHORT_CHAT, **options) for tokenizer in (student, teacher))
+    if ours != theirs:
+        problem = f"has another chat template: it knows {theirs!r}, and is shown {ours!r}"
+        remedy = "If rows are conversations, name the teacher's template by chat_template or chat_template_jinja"
+        warn_once(f"{where} {problem}. {remedy}.")
 
 
 def shard_frozen(model: nn.Module, device: torch.device) -> None:

@@ -279,7 +279,11 @@ class RolloutFeed:
         own = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
         with dropout_off(model):
             if any(logps is None for unit in own for logps in unit):  # a sampler that does not report them
-                own = runner.logps(model, self.units)
+                computed = runner.logps(model, self.units)
+                own = [
+                    [now if then is None else then for then, now in zip(*logps, strict=True)]
+                    for logps in zip(own, computed, strict=True)
+                ]
             teacher = teachers.logps(model, self.units, runner.logps)
         gaps: list[NDArray[np.float32]] = []
         for index, (unit, *logps) in enumerate(zip(self.units, own, teacher, strict=True)):
@@ -289,7 +293,8 @@ class RolloutFeed:
             self.units[index] = _with_logps(unit, "token_advantages", advantages)
             gaps += each
         total = np.concatenate([np.zeros(0, np.float32), *gaps])
-        runner.meters.add(_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
+        if len(total):  # completions that are too long may all be masked
+            runner.meters.add(_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
 
 
 class RolloutLoader:
