@@ -2,21 +2,29 @@
 
     python -m bench.stream_memory --megabytes 10 1000 --steps 60      # rows of about 1 kB
     python -m bench.stream_memory --rows 5000000 --steps 200          # small rows; memory early and late in the run
+    python -m bench.stream_memory --rows 5000000 --steps 200 --batch 256 --kill    # then again, killed and resumed
     python -m bench.stream_memory --megabytes 10 1000 --drain         # every row is read and encoded, none trained on
+    python -m bench.stream_memory --megabytes 10 1000 --drain --text unbroken --format parquet
 
-Prints one JSON line for each stream, and the difference between the largest and the smallest.
+Prints one JSON line for each stream, with the largest memory in each tenth of its time, and the difference between the
+largest and the smallest.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
 
 from bench.__main__ import ROOT
 from bench.data_prepare import write_tokenizer
@@ -32,15 +40,27 @@ def made_texts(words: int) -> list[str]:
     return [" ".join(rng.choices(known, k=words)) for _ in range(1000)]
 
 
-def write_stream(file: Path, megabytes: int | None, rows: int | None) -> int:
-    """Write rows of about 1 kB up to a size, or so many small ones; return how many there are."""
+def made_rows(megabytes: int | None, rows: int | None, text: str) -> Iterator[str]:
+    """Yield texts of about 1 kB up to a size, or so many small ones."""
     texts = made_texts(160 if megabytes else 5)
     written = number = 0
-    with file.open("w") as out:
-        while written < megabytes << 20 if megabytes else number < (rows or 0):
-            written += out.write(json.dumps({"text": f"{number} {texts[number % 1000]}"}) + "\n")
-            number += 1
-    return number
+    while written < megabytes << 20 if megabytes else number < (rows or 0):
+        words = texts[number % 1000]
+        if text == "new":  # half of the words stand in no other row
+            words = " ".join(f"{word}{number:x}" if place % 2 else word for place, word in enumerate(words.split()))
+        made = f"{number} {words}"
+        yield made.replace(" ", "漢") if text == "unbroken" else made
+        written, number = written + len(made), number + 1
+
+
+def write_stream(file: Path, texts: Iterator[str]) -> int:
+    """Write texts as JSON lines, or as a parquet file of one row group; return how many there are."""
+    if file.suffix == ".jsonl":
+        with file.open("w") as out:
+            return sum(1 for text in texts if out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n"))
+    rows = pa.table({"text": list(texts)})
+    pyarrow.parquet.write_table(rows, file, row_group_size=max(len(rows), 1), use_dictionary=False)
+    return len(rows)
 
 
 def write_model(folder: Path) -> None:
@@ -58,21 +78,22 @@ def write_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=4, **shape)).save_pretrained(folder)
 
 
-def config_of(folder: Path, file: Path, steps: int) -> dict[str, Any]:
+def config_of(folder: Path, file: Path, steps: int, batch: int = 16, save_steps: int | None = None) -> dict[str, Any]:
     """Return the config of a run on a stream."""
+    saved = {"save_strategy": "no"} if save_steps is None else {"save_steps": save_steps}
     return {
         "base_model": str(folder / "model"), "datasets": [{"path": str(file), "type": "completion"}],
-        "streaming": True, "max_steps": steps, "micro_batch_size": 16, "sequence_len": 256, "logging_steps": 10,
-        "output_dir": str(folder / f"out-{file.stem}"), "save_strategy": "no", "dataset_num_proc": 2,
+        "streaming": True, "max_steps": steps, "micro_batch_size": batch, "sequence_len": 256, "logging_steps": 10,
+        "output_dir": str(folder / f"out-{file.stem}"), "dataset_num_proc": 2, **saved,
     }  # fmt: skip
 
 
-def train(config: Path) -> None:
+def train(config: Path, *, resume: bool = False) -> None:
     """Train what a config describes, in this process."""
     from upweight.config import load_config
     from upweight.train.run import train as run
 
-    run(load_config(config))
+    run(load_config(config), resume=resume)
 
 
 def drain(config: Path) -> None:
@@ -107,24 +128,54 @@ def tree_memory(root: int) -> int:
     return total
 
 
-def measured(config: Path, mode: str, metrics: Path) -> dict[str, Any]:
-    """Run a mode in a process of its own; return the peak of its memory, and the largest by the step reached."""
+def started(config: Path, mode: str) -> subprocess.Popen[str]:
+    """Start a mode in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bench.stream_memory", "--run", mode, str(config)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    peak, by_step = 0, dict[int, int]()
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Return the losses that a run has logged so far, by step."""
+    text = metrics.read_text() if metrics.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def killed_and_resumed(config: Path, metrics: Path, steps: int) -> dict[str, Any]:
+    """Kill a run after half of its steps and resume it; return whether its losses are those of the whole run."""
+    whole = losses(metrics)
+    shutil.rmtree(metrics.parent)
+    process = started(config, "train")
+    while process.poll() is None and max(losses(metrics), default=0) < steps // 2:
+        time.sleep(SECONDS_BETWEEN / 4)
+    process.kill()
+    process.communicate()
+    reached, resumed = max(losses(metrics)), started(config, "resume")
+    resumed.communicate()
+    if resumed.returncode:
+        raise SystemExit(f"the resumed run failed with {resumed.returncode}")
+    return {"killed_at_step": reached, "same_losses": losses(metrics) == whole, "last_loss": whole[steps]}
+
+
+def measured(config: Path, mode: str, metrics: Path) -> dict[str, Any]:
+    """Run a mode in a process of its own; return the peak of its memory, and the largest by the step reached."""
+    process = started(config, mode)
+    series, by_step = list[int](), dict[int, int]()
     while process.poll() is None:
         used = tree_memory(process.pid)
-        peak = max(peak, used)
-        if metrics.is_file() and (lines := metrics.read_text().splitlines()):
-            step = json.loads(lines[-1])["step"]
+        series.append(used)
+        if logged := losses(metrics):
+            step = max(logged)
             by_step[step] = max(used, by_step.get(step, 0))
         time.sleep(SECONDS_BETWEEN)
     assert process.stdout is not None
     printed = [json.loads(line) for line in process.stdout.read().splitlines() if line.startswith("{")]
     if process.returncode:
         raise SystemExit(f"the run failed with {process.returncode}")
-    found: dict[str, Any] = {"peak_mb": peak >> 20, **(printed[-1] if mode == "drain" else {})}
+    tenths = [max(series[len(series) * n // 10 : len(series) * (n + 1) // 10] or [0]) >> 20 for n in range(10)]
+    found: dict[str, Any] = {"peak_mb": max(series) >> 20, "mb_by_tenth": tenths}
+    found |= printed[-1] if mode == "drain" else {}
     if by_step:
         found["mb_by_step"] = {step: used >> 20 for step, used in sorted(by_step.items())}
     return found
@@ -136,11 +187,16 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="*", default=[])
     parser.add_argument("--rows", type=int, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--drain", action="store_true")
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--text", choices=("words", "new", "unbroken"), default="words")
+    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
     parser.add_argument("--run", nargs=2, metavar=("MODE", "CONFIG"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
-        (drain if given.run[0] == "drain" else train)(Path(given.run[1]))
+        mode, config = given.run[0], Path(given.run[1])
+        drain(config) if mode == "drain" else train(config, resume=mode == "resume")
         return
     import yaml
 
@@ -149,15 +205,18 @@ def main() -> None:
         folder = Path(name)
         write_model(folder / "model")
         for megabytes, rows in [(size, None) for size in given.megabytes] + [(None, count) for count in given.rows]:
-            file = folder / f"{megabytes or rows}.jsonl"
-            count = write_stream(file, megabytes, rows)
-            content = config_of(folder, file, given.steps)
+            file = folder / f"{megabytes or rows}.{given.format}"
+            count = write_stream(file, made_rows(megabytes, rows, given.text))
+            saved = given.steps // 5 if given.kill else None
+            content = config_of(folder, file, given.steps, given.batch, saved)
             config = folder / f"{file.stem}.yaml"
             config.write_text(yaml.safe_dump(content))
             mode = "drain" if given.drain else "train"
-            result = measured(config, mode, Path(content["output_dir"]) / "metrics.jsonl")
+            metrics = Path(content["output_dir"]) / "metrics.jsonl"
+            result = measured(config, mode, metrics)
+            result |= killed_and_resumed(config, metrics, given.steps) if given.kill else {}
             peaks.append(result["peak_mb"])
-            shape = {"megabytes": file.stat().st_size >> 20, "rows": count}
+            shape = {"megabytes": file.stat().st_size >> 20, "rows": count, "text": given.text, "format": given.format}
             print(json.dumps({"mode": mode, **shape, **result}), flush=True)
             file.unlink()
     if len(peaks) > 1:

@@ -1,6 +1,7 @@
 """Processes, process groups, signals and ports. Light to import, since reward workers start with it."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -40,6 +41,11 @@ def end_this_group() -> NoReturn:
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
+
+
+def keep_pages_shared() -> None:
+    """Keep what a forked process has from its parent out of garbage collections, which write to every object's page."""
+    gc.freeze()
 
 
 def end_with_parent() -> None:

@@ -44,8 +44,9 @@ def test_sources_tokens_and_turns(run):
     assert sum(source.trained for source in train) == sum(sum(row["loss_mask"]) for row in prepared.train)
     assert train[0].roles == {"user": 2 * train[0].kept, "assistant": train[0].kept}
     assert summary.comparison.contaminated == 0
-    (stretches,) = {len(one) for one in examples(prepared, 4)}
-    assert stretches == 2
+    shown = list(examples(prepared, 4))
+    assert {len(one.stretches) for one in shown} == {2}
+    assert {one.where for one in shown} == {source.where for source in train}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,37 @@ def test_every_kind_of_data_has_a_page(run, keys, row):
     assert 0 <= source.trained <= source.tokens
     assert (source.trained == 0) == (keys.get("rl") == "grpo")
     assert (source.trained == source.tokens) == (keys.get("rl") == "orpo")
+
+
+def test_lengths_are_those_that_limits_apply_to(run):
+    row = {"prompt": "a b c", "chosen": "d e f g", "rejected": "h"}
+    prepared = run([row])
+    summary = summarize(run.config, prepared)
+    (one,) = prepared.train
+    prompt, chosen, rejected = (len(one[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected"))
+    assert {name: values.tolist() for name, values in summary.lengths.items()} == {
+        "prompt": [prompt],
+        "completion": [chosen],
+        "sequence": [prompt + chosen],
+    }
+    assert summary.sources[0].tokens == prompt + chosen + rejected
+
+
+def test_a_mixture_and_the_turns_of_its_datasets_are_shown(run):
+    run.write([{"text": f"plain {number}"} for number in range(4)], "plain.jsonl")
+    entries = [
+        {"path": "rows.jsonl", "type": "chat_template", "weight": 3},
+        {"path": "plain.jsonl", "type": "completion", "weight": 1},
+    ]
+    keys = {"rl": None, "chat_template": "chatml", "datasets": entries, "mix": "interleave_over"}
+    prepared = run([chat(number) for number in range(6)], **keys)
+    write_page([(run.config, prepared)], "mine", run.folder / "data.html")
+    page = Text((run.folder / "data.html").read_text())
+    assert "interleave_over: an epoch has 16 rows" in page.text
+    assert "75.0% of the rows, 2.00 passes" in page.text
+    roles = page.text[page.text.index("Turns by role") : page.text.index("Rows that resemble")]
+    assert "rows.jsonl" in roles
+    assert "plain.jsonl" not in roles
 
 
 def test_the_page_loads_nothing_and_shows_rows_as_text(run):

@@ -73,7 +73,9 @@ app.command(**TAKES_OVERRIDES)(distill_log)
 def data(
     config: ConfigFile,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="File to write; else data.html in dataset_prepared_path.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; else data-CONFIG.html in dataset_prepared_path.")
+    ] = None,
     open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
 ) -> None:
     """Write a page about the data of a config: lengths, sources, roles, duplicates, examples."""

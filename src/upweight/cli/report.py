@@ -36,7 +36,7 @@ def run_data(config: Path, overrides: Sequence[str], *, output: Path | None, ope
     loaded = load_with_notices(config, list(overrides))
     stages = loaded.stages or (loaded,)
     tokenizer = load_tokenizer(stages[0].model)  # later stages have it from the first
-    path = output or Path(stages[0].data.prepared_path).expanduser() / "data.html"
+    path = output or Path(stages[0].data.prepared_path).expanduser() / f"data-{config.stem}.html"
     write_page([(stage, preview(stage, tokenizer)) for stage in stages], config.stem, path)
     print(path)
     if open_it:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from upweight.config import Config
 from upweight.data.prepare import Prepared
+from upweight.data.stream.build import mixture_lines
 from upweight.data.summary import Source, Summary, examples, summarize
 from upweight.files import write_text
 from upweight.runs.report.page import plain_page
@@ -36,6 +37,7 @@ def _body(config: Config, prepared: Prepared, summary: Summary) -> str:
     sections = {
         "": _tiles(summary),
         "Sources": _sources(summary.sources),
+        "Mixture": "".join(f"<p>{escape(line)}</p>" for line in mixture_lines(config, prepared.report)),
         "Lengths in tokens": f'<div class="groups">{"".join(charts)}</div>',
         "Turns by role": _roles(summary.sources),
         "Rows that resemble others": _alike(summary),
@@ -64,11 +66,10 @@ def _sources(sources: Sequence[Source]) -> str:
     tokens = sum(source.tokens for source in sources)
     rows = []
     for source in sources:
-        changes = "; ".join(f"{count:,} {reason}" for reason, count in source.changes.items())
-        use = "evaluation" if source.evaluation else "training"
+        changes = "; ".join(f"{count:,}: {reason}" for reason, count in source.changes.items())
         counts = [f"{source.tokens:,}", _share(source.tokens, tokens), _share(source.trained, source.tokens)]
         counts = [""] * len(counts) if source.evaluation else counts
-        rows.append([source.where, use, f"{source.read:,}", f"{source.kept:,}", *counts, changes])
+        rows.append([source.where, _use(source), f"{source.read:,}", f"{source.kept:,}", *counts, changes])
     names = [
         "Dataset",
         "Use",
@@ -84,8 +85,16 @@ def _sources(sources: Sequence[Source]) -> str:
 
 def _roles(sources: Sequence[Source]) -> str:
     roles = list(dict.fromkeys(role for source in sources for role in source.roles))
-    rows = [[source.where, *(f"{source.roles[role]:,}" for role in roles)] for source in sources]
-    return _table(["Dataset", *roles], rows) if roles else ""
+    rows = [
+        [source.where, _use(source), *(f"{source.roles[role]:,}" for role in roles)]
+        for source in sources
+        if source.roles
+    ]
+    return _table(["Dataset", "Use", *roles], rows) if roles else ""
+
+
+def _use(source: Source) -> str:
+    return "evaluation" if source.evaluation else "training"
 
 
 def _alike(summary: Summary) -> str:
@@ -106,15 +115,15 @@ def _alike(summary: Summary) -> str:
 
 def _examples(prepared: Prepared) -> Iterator[str]:
     yield '<p class="hint">What is trained on is marked.</p>'
-    for stretches in examples(prepared, EXAMPLES):
+    for example in examples(prepared, EXAMPLES):
         parts = []
-        for column, text, trained in stretches:
+        for column, text, trained in example.stretches:
             name = f'<span class="role">{escape(column)}</span>' if column else ""
             shown = f"<mark>{_text(text)}</mark>" if trained else _text(text)
             parts.append(f'<div class="message">{name}<span class="said">{shown}</span></div>' if column else shown)
         inside = "".join(parts)
-        named = bool(stretches[0][0])
-        yield f'<div class="example">{inside if named else f"<div class=said>{inside}</div>"}</div>'
+        shown = inside if example.stretches[0][0] else f'<div class="said">{inside}</div>'
+        yield f'<div class="example"><div class="small">{escape(example.where)}</div>{shown}</div>'
 
 
 def _chart(name: str, lengths: NDArray[np.int64], limit: int | None) -> str:
@@ -125,16 +134,18 @@ def _chart(name: str, lengths: NDArray[np.int64], limit: int | None) -> str:
     bars = []
     for number, count in enumerate(counts.tolist()):
         tall = HEIGHT * count / most
-        words = f"{round(number * top / BARS):,} to {round((number + 1) * top / BARS):,} tokens: {count:,} rows"
+        tip = f"{round(number * top / BARS):,} to {round((number + 1) * top / BARS):,} tokens: {count:,} rows"
         place = f'x="{number * width:.1f}" y="{HEIGHT - tall:.1f}" width="{width - 1:.1f}" height="{tall:.1f}"'
-        bars.append(f"<rect {place}><title>{words}</title></rect>")
+        bars.append(f"<rect {place}><title>{tip}</title></rect>")
     at = WIDTH * (limit or 0) / top
     line = f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{HEIGHT}"/>' if limit else ""
     middle, most_tokens = int(np.median(lengths)), int(lengths.max())
+    words = f"median {middle:,}, longest {most_tokens:,}{f', limit {limit:,}' if limit else ''}"
     axis = f'<text x="0" y="{HEIGHT + 14}">0</text><text x="{WIDTH}" y="{HEIGHT + 14}" text-anchor="end">{top:,}</text>'
-    drawn = f'<svg class="bars" viewBox="0 0 {WIDTH} {HEIGHT + 18}" role="img">{"".join(bars)}{line}{axis}</svg>'
+    shape = f'class="bars" viewBox="0 0 {WIDTH} {HEIGHT + 18}" role="img" aria-label="{words}"'
+    drawn = f"<svg {shape}>{''.join(bars)}{line}{axis}</svg>"
     caption = f'<figcaption><span class="chart-title">{name.capitalize()}</span></figcaption>'
-    note = f'<p class="small">median {middle:,}, longest {most_tokens:,}{f", limit {limit:,}" if limit else ""}</p>'
+    note = f'<p class="small">{words}</p>'
     return f'<figure class="chart">{caption}{drawn}{note}</figure>'
 
 

@@ -69,20 +69,19 @@ def summarize(config: Config, prepared: Prepared) -> Summary:
         Source(part.where, part.evaluation, part.read, part.kept, change)
         for part, change in zip(parts, changes, strict=True)
     ]
-    length_N3, trained_N = _token_counts(prepared.train.data.table, config.method)
-    order, source_N = np.load(prepared.folder / "order.npy"), np.load(prepared.folder / "origin.npy")[:, 0]
-    length_N3, trained_N, source_N = length_N3[order], trained_N[order], source_N[order]
+    length_N3, count_N2 = _token_counts(prepared.train.data.table, config.method)
+    order, source_N = np.load(prepared.folder / "order.npy"), prepared.entry_of_rows()
+    length_N3, count_N2 = length_N3[order], count_N2[order]
     for number, source in enumerate(sources):
-        rows = source_N == number
-        source.tokens, source.trained = int(length_N3[rows, 2].sum()), int(trained_N[rows].sum())
+        source.tokens, source.trained = map(int, count_N2[source_N == number].sum(0))
     lengths = dict(zip(("prompt", "completion", "sequence"), length_N3.T, strict=True))
     lengths = {name: values for name, values in lengths.items() if values.any()}
     return Summary(sources, lengths, _compare(config, prepared, sources))
 
 
 def _token_counts(table: pa.Table, method: Method) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return prompt, longest completion and whole length of each row, and how many tokens are trained on."""
-    lengths, trained = [np.zeros((0, 3), np.int64)], [np.zeros(0, np.int64)]
+    """Return the prompt, longest completion and longest sequence of each row; its tokens, and those trained on."""
+    lengths, counts = [np.zeros((0, 3), np.int64)], [np.zeros((0, 2), np.int64)]
     for batch in table.to_batches():
         sizes = {
             name: pc.call_function("list_value_length", [batch.column(name)]).to_numpy(zero_copy_only=False)
@@ -97,14 +96,14 @@ def _token_counts(table: pa.Table, method: Method) -> tuple[NDArray[np.int64], N
             totals = np.append(0, np.cumsum(flags, dtype=np.int64))
             scored = totals[ends] - totals[ends - sizes["ids"]]
             lengths.append(np.stack([sizes["ids"] - scored, scored, sizes["ids"]], 1))
-            trained.append(scored)
+            counts.append(np.stack([sizes["ids"], scored], 1))
         else:
             prompt, answers = sizes.pop("prompt_ids"), list(sizes.values())
             longest = np.maximum.reduce([np.zeros_like(prompt), *answers])
             whole = prompt + sum(answers, np.zeros_like(prompt))
-            lengths.append(np.stack([prompt, longest, whole], 1))
-            trained.append(whole if method.scores_prompt else whole - prompt)
-    return np.concatenate(lengths).astype(np.int64), np.concatenate(trained).astype(np.int64)
+            lengths.append(np.stack([prompt, longest, prompt + longest], 1))
+            counts.append(np.stack([whole, whole if method.scores_prompt else whole - prompt], 1))
+    return np.concatenate(lengths).astype(np.int64), np.concatenate(counts).astype(np.int64)
 
 
 def _compare(config: Config, prepared: Prepared, sources: list[Source]) -> Comparison:
@@ -149,15 +148,31 @@ def _roles(row: Mapping[str, Any], reader: MessageReader) -> Iterator[str]:
                 yield reader.roles.get(role, role)
 
 
-def examples(prepared: Prepared, count: int) -> Iterator[list[tuple[str, str, bool]]]:
-    """Yield training rows, evenly spaced: stretches of text, each with its column and whether it is trained on."""
-    decode = prepared.entries[0].encoder.setup.tokens.tokenizer.decode
-    for number in sorted({number * len(prepared.train) // count for number in range(count)}):
-        row = prepared.train[number]
-        if "ids" in row:
-            marks = row["loss_mask"] if "loss_mask" in row else [label != IGNORED for label in row["labels"]]
-            cuts = [0, *(at for at in range(1, len(marks)) if marks[at] != marks[at - 1]), len(marks)]
-            yield [("", decode(row["ids"][a:b]), bool(marks[a])) for a, b in pairwise(cuts)]
-        else:
-            names = [name for name in row if name.endswith("_ids") and row[name] and isinstance(row[name][0], int)]
-            yield [(name[: -len("_ids")], decode(row[name]), name != "prompt_ids") for name in names]
+@dataclass(frozen=True)
+class Example:
+    """A training row with its dataset, as stretches of text: each with its column and whether it is trained on."""
+
+    where: str
+    stretches: list[tuple[str, str, bool]]
+
+
+def examples(prepared: Prepared, count: int) -> Iterator[Example]:
+    """Yield training rows of every dataset, evenly spaced in each."""
+    parts = [part.where for part in prepared.report.parts]
+    source_N = prepared.entry_of_rows()
+    present = np.unique(source_N).tolist()
+    for source in present:
+        rows = np.flatnonzero(source_N == source)
+        each = -(-count // len(present))
+        for place in sorted({number * len(rows) // each for number in range(each)}):
+            yield Example(parts[source], _stretches(prepared, int(rows[place])))
+
+
+def _stretches(prepared: Prepared, number: int) -> list[tuple[str, str, bool]]:
+    decode, row = prepared.entries[0].encoder.setup.tokens.tokenizer.decode, prepared.train[number]
+    if "ids" in row:
+        marks = row["loss_mask"] if "loss_mask" in row else [label != IGNORED for label in row["labels"]]
+        cuts = [0, *(at for at in range(1, len(marks)) if marks[at] != marks[at - 1]), len(marks)]
+        return [("", decode(row["ids"][a:b]), bool(marks[a])) for a, b in pairwise(cuts)]
+    names = [name for name in row if name.endswith("_ids") and row[name] and isinstance(row[name][0], int)]
+    return [(name[: -len("_ids")], decode(row[name]), name != "prompt_ids") for name in names]

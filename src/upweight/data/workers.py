@@ -27,6 +27,7 @@ from upweight.data.sources.streams import RawChunk
 from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
+from upweight.processes import keep_pages_shared
 
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
@@ -139,6 +140,7 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
     # The processes already keep all cores busy; threads inside them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _jobs_of_process.extend(jobs)
+    keep_pages_shared()
 
 
 def _work(number: int, start: int) -> Chunk:

@@ -291,8 +291,8 @@ class PolicyGradient(Section):
         if self.needs_reference:
             kl_T = policy_losses.reference_kl(logps_T, required(out.ref_logps_T))
             metrics = {"kl": Mean.over(kl_T, sampled_T), **metrics}  # a user's own of this name stays
-        if self.adds_kl:
-            loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
+            if self.adds_kl:
+                loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
         if by_sequence:
             length_S = sequence_length(batch)

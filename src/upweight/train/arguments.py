@@ -143,13 +143,18 @@ def _script_arguments(
     return TrainingArguments(**{f.name: getattr(arguments, f.name) for f in fields(TrainingArguments) if f.init})
 
 
+def refuse_dispatch(arguments: TrainingArguments | None) -> None:
+    """Raise a UserError if a script asks that one rank reads a stream for all."""
+    accelerate: Any = arguments and arguments.accelerator_config
+    if accelerate and accelerate.dispatch_batches:
+        problem = "Iterable datasets require `dispatch_batches=False`: every rank reads the stream"
+        raise UserError(f"accelerator_config: {problem}.")
+
+
 def set_for_feed(arguments: TrainingArguments) -> None:
     """Set what a loop needs whose rows come from a feed, which restores its position and reads ahead by itself."""
     arguments.ignore_data_skip = True
     accelerate: Any = arguments.accelerator_config
-    if accelerate.dispatch_batches:
-        problem = "Iterable datasets require `dispatch_batches=False`: every rank reads the stream"
-        raise UserError(f"accelerator_config: {problem}.")
     accelerate.dispatch_batches = False
     if arguments.dataloader_num_workers:
         warn_once("dataloader_num_workers: no effect on a stream or mixture; 'dataset_num_proc' processes encode it")

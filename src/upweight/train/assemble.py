@@ -29,7 +29,7 @@ from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
-from upweight.train.arguments import set_for_feed, set_variables, step_size, training_arguments
+from upweight.train.arguments import refuse_dispatch, set_for_feed, set_variables, step_size, training_arguments
 from upweight.train.distill.load import TeacherLoader
 from upweight.train.distill.teachers import LocalTeacher
 from upweight.train.distributed.fsdp import build_sharding
@@ -77,6 +77,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_seed(config.optim.seed)
     tokenizer = _tokenizer(config, objects)
     data = _data(config, objects, tokenizer)
+    if isinstance(data.train, RowFeed):
+        refuse_dispatch(objects.arguments)
     env_setup = environment_setup(config, objects)
     first = data.train.first() if isinstance(data.train, RowFeed) else data.train[0]
     rewards = build_rewards(config, device, list(first), env_setup, objects) if config.method.online else []

@@ -2,6 +2,7 @@ import gzip
 import json
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.distributed import split_dataset_by_node
@@ -72,6 +73,19 @@ def test_files_continue_where_they_were_read_to(name, kind, place, tmp_path):
     continues_anywhere(stream, [*ROWS, *ROWS])
     assert next(stream.chunks(None, 0))[0].location(3) == place
     assert stream.count() == (2 * len(ROWS) if kind == "parquet" else None)
+
+
+def test_a_parquet_file_of_one_row_group_is_not_held_as_a_whole(tmp_path):
+    rows, file = (
+        pa.table({"text": [f"{number:08} " + "abcdefgh" * 120 for number in range(20_000)]}),
+        tmp_path / "a.parquet",
+    )
+    pyarrow.parquet.write_table(rows, file, compression="none", use_dictionary=False)
+    before, most, read = pa.total_allocated_bytes(), 0, 0
+    for chunk, _ in FileStream([file], ["parquet"]).chunks(None, 0):
+        most, read = max(most, pa.total_allocated_bytes() - before), read + len(chunk)
+    assert read == len(rows)
+    assert rows.nbytes > 16 << 20 > 4 * most
 
 
 def test_iterable_datasets_continue_by_their_state(tmp_path):

@@ -75,6 +75,28 @@ def test_ids_are_those_of_whole_texts(name, monkeypatch):
         assert len(words._words) <= 3000
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda number: f"row{number} " * 5,  # ever new words
+        lambda number: "漢字" * 300 + str(number),  # a script without spaces
+        lambda number: " ".join(f"🙂{number}é{part}" * 3 for part in range(8)),  # words of many tokens
+    ],
+)
+def test_what_is_kept_is_bounded_whatever_the_words_are(text, monkeypatch):
+    monkeypatch.setattr(word_cache, "MOST_WORDS", 500)
+    monkeypatch.setattr(word_cache, "MOST_IDS", 2000)
+    tokenizer = made()
+    words = WordIds.of(tokenizer)
+    assert words is not None
+    for start in range(0, 2000, 100):
+        texts = [text(number) for number in range(start, start + 100)]
+        assert words.ids(texts) == tokenizer(texts, add_special_tokens=False)["input_ids"]
+        assert len(words._words) <= 500
+        assert sum(map(len, words._words.values())) == words._size <= 2000
+        assert all(len(word) <= word_cache.LONGEST_WORD for word in words._words)
+
+
 REFUSED = {
     "a space before the first word": lambda: made(prefix_space=True),
     "a pattern with the space after the word": lambda: made(r"\S+ ?|\s+"),

@@ -1,20 +1,39 @@
 """Iterable datasets and mixtures in scripts."""
 
 import pytest
+import torch
+import transformers
 from datasets import Dataset, IterableDatasetDict
 
 from parity_script import ROWS, TEMPLATE, made_tokenizer
 from tiny_models import tiny
-from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from upweight import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from upweight.errors import UserError
 
 COMMON = {"max_steps": 3, "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 2, "logging_steps": 1}
 TOKENIZER = made_tokenizer(TEMPLATE)
+ONLINE = (GRPOTrainer, RLOOTrainer)
 
 
-def model():
+def model(kind):
     ids = {"pad_token_id": TOKENIZER.pad_token_id, "eos_token_id": TOKENIZER.eos_token_id, "bos_token_id": None}
-    return tiny("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), **ids)
+    auto, head = transformers.AutoModelForCausalLM, {}
+    if kind is RewardTrainer:
+        auto, head = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+    return tiny("llama", auto, num_hidden_layers=1, vocab_size=len(TOKENIZER), **ids, **head)
 
 
 def stream(name):
@@ -23,14 +42,14 @@ def stream(name):
 
 def trainer_of(trainer, config, rows, held_out=None, **settings):
     args = config(output_dir="out", **{**COMMON, **settings})
-    given = {"reward_funcs": lengths} if trainer is GRPOTrainer else {}
+    given = {"reward_funcs": letters} if trainer in ONLINE else {}
     return trainer(
-        model=model(), args=args, train_dataset=rows, eval_dataset=held_out, processing_class=TOKENIZER, **given
+        model=model(trainer), args=args, train_dataset=rows, eval_dataset=held_out, processing_class=TOKENIZER, **given
     )
 
 
-def lengths(completions, **columns):
-    return [float(len(str(one))) for one in completions]
+def letters(completions, **columns):
+    return [float(sum(map(ord, str(one))) % 101) for one in completions]
 
 
 CASES = {
@@ -38,17 +57,23 @@ CASES = {
     "sft on turns": (SFTTrainer, SFTConfig, "messages", {"assistant_only_loss": True}),
     "dpo": (DPOTrainer, DPOConfig, "pairs", {}),
     "kto": (KTOTrainer, KTOConfig, "labelled", {"loss_type": "apo_zero_unpaired"}),
+    "reward": (RewardTrainer, RewardConfig, "joined", {}),
     "grpo": (GRPOTrainer, GRPOConfig, "pairs", {"num_generations": 2, "max_completion_length": 4}),
+    "rloo": (RLOOTrainer, RLOOConfig, "prompts", {"num_generations": 2, "max_completion_length": 4}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_iterable_datasets_are_trained_and_evaluated_on(case):
     trainer, config, rows, settings = CASES[case]
-    made = trainer_of(trainer, config, stream(rows), stream(rows), **settings)
+    made = trainer_of(trainer, config, stream(rows), stream(rows), learning_rate=0.1, **settings)
+    before = {name: weight.detach().clone() for name, weight in made.model.named_parameters()}
     made.train()
     assert made.state.global_step == 3
-    metric = "eval_reward" if trainer is GRPOTrainer else "eval_loss"
+    assert made.state.log_history[-1]["train_loss"] is not None
+    same = [name for name, weight in made.model.named_parameters() if torch.equal(weight, before[name])]
+    assert not same if trainer not in ONLINE else len(same) < len(before)  # rewards of a group may be equal
+    metric = "eval_reward" if trainer in ONLINE else "eval_loss"
     of_list = made.evaluate(ROWS[rows])[metric]
     assert made.evaluate()[metric] == pytest.approx(of_list)
     several = made.evaluate(IterableDatasetDict({"first": stream(rows), "second": stream(rows)}))
@@ -57,25 +82,56 @@ def test_iterable_datasets_are_trained_and_evaluated_on(case):
     assert made.state.global_step == 3
 
 
-@pytest.mark.parametrize("which", ["train", "eval", "several"])
-def test_reference_log_probs_of_a_stream_are_not_precomputed(which):
-    rows, held_out = (ROWS["pairs"], stream("pairs")) if which != "train" else (stream("pairs"), None)
-    held_out = {"one": held_out} if which == "several" else held_out
+@pytest.mark.parametrize("form", ["one", "named", "of datasets"])
+@pytest.mark.parametrize("case", ["sft", "dpo", "kto", "reward", "grpo"])
+def test_a_trainer_on_rows_takes_evaluation_streams_in_every_form(case, form):
+    trainer, config, rows, settings = CASES[case]
+    forms = {
+        "one": stream,
+        "named": lambda name: {"data1": stream(name), "data2": stream(name)},
+        "of datasets": lambda name: IterableDatasetDict({"data1": stream(name), "data2": stream(name)}),
+    }
+    made = trainer_of(trainer, config, ROWS[rows], forms[form](rows), **settings)
+    assert isinstance(made.eval_dataset, dict) == (form != "one")
+    if form != "one":
+        assert set(made.eval_dataset) == {"data1", "data2"}
+    held, later = made.evaluate(), trainer_of(trainer, config, ROWS[rows], **settings)
+    metric = "reward" if trainer in ONLINE else "loss"
+    names = [f"eval_{metric}"] if form == "one" else [f"eval_data1_{metric}", f"eval_data2_{metric}"]
+    assert set(names) <= set(held)
+    given = later.evaluate(forms[form](rows))
+    assert [given[name] for name in names] == pytest.approx([held[name] for name in names])
+    assert len({round(held[name], 5) for name in names}) == 1
+
+
+@pytest.mark.parametrize("which", ["train", "eval", "several", "of datasets"])
+@pytest.mark.parametrize(
+    ("trainer", "config", "name", "loss"),
+    [(DPOTrainer, DPOConfig, "pairs", "sigmoid"), (KTOTrainer, KTOConfig, "labelled", "apo_zero_unpaired")],
+)
+def test_reference_log_probs_of_a_stream_are_not_precomputed(trainer, config, name, loss, which):
+    rows, held_out = (ROWS[name], stream(name)) if which != "train" else (stream(name), None)
+    held_out = {"several": {"one": held_out}, "of datasets": IterableDatasetDict({"one": held_out})}.get(
+        which, held_out
+    )
     with pytest.raises(ValueError, match=r"precompute_ref_log_probs.*not supported with IterableDataset"):
-        trainer_of(DPOTrainer, DPOConfig, rows, held_out, precompute_ref_log_probs=True)
+        trainer_of(trainer, config, rows, held_out, precompute_ref_log_probs=True, loss_type=loss)
 
 
-def test_arguments_of_loaders_that_streams_do_not_take():
-    with pytest.raises(ValueError, match="Iterable datasets require `dispatch_batches=False`"):
-        trainer_of(SFTTrainer, SFTConfig, stream("text"), accelerator_config={"dispatch_batches": True})
-    made = trainer_of(SFTTrainer, SFTConfig, stream("text"), dataloader_num_workers=2)
+@pytest.mark.parametrize("case", ["sft", "grpo"])
+def test_arguments_of_loaders_that_streams_do_not_take(case):
+    trainer, config, rows, settings = CASES[case]
+    for steps in (3, -1):  # it is said first
+        dispatched = {"max_steps": steps, "accelerator_config": {"dispatch_batches": True}}
+        with pytest.raises(ValueError, match="Iterable datasets require `dispatch_batches=False`"):
+            trainer_of(trainer, config, stream(rows), **settings, **dispatched)
+    made = trainer_of(trainer, config, stream(rows), dataloader_num_workers=2, **settings)
     assert made.args.dataloader_num_workers == 0
     assert made.args.accelerator_config.dispatch_batches is False
-    assert trainer_of(
-        SFTTrainer, SFTConfig, ROWS["text"], stream("text"), dataloader_num_workers=2
-    ).args.dataloader_num_workers
+    made = trainer_of(trainer, config, ROWS[rows], stream(rows), dataloader_num_workers=2, **settings)
+    assert made.args.dataloader_num_workers == 2
     with pytest.raises(UserError, match="max_steps: needed to train on a stream"):
-        trainer_of(SFTTrainer, SFTConfig, stream("text"), max_steps=-1)
+        trainer_of(trainer, config, stream(rows), **settings, max_steps=-1)
 
 
 def test_several_datasets_are_mixed_by_their_weights():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -102,7 +103,7 @@ def written(case: str, folder: Path, model: Path, ranks: int) -> Path:
     """A config of a case that gives every rank its part of a step."""
     folder.mkdir()
     (folder / "rank_code.py").write_text(MINE)
-    keys = {"max_steps": 4, "save_steps": 2}
+    keys: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
     if case in ONLINE:
         file = write_online(folder, model, micro_batch_size=8 // ranks, **keys, **SIGMOID)
         content = yaml.safe_load(file.read_text())

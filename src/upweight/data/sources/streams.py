@@ -20,6 +20,7 @@ from upweight.errors import UserError
 CHUNK_ROWS = 256  # rows that are encoded together; a reader stops between two chunks only
 CHUNK_BYTES = 1 << 22  # of lines, after which a chunk ends early
 SKIP_BYTES = 1 << 20
+PAGE_BYTES = 1 << 20  # of a parquet column, read at a time; without it a whole row group is, which may be a file
 UNPACK_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
 READ_ERRORS = (OSError, ValueError, RuntimeError, pa.ArrowException, DatasetsError, csv.Error, *UNPACK_ERRORS)
 
@@ -204,7 +205,7 @@ def _skip(file: Any, count: int) -> None:
 def _read_parquet(path: Path, position: Position) -> Chunks:
     """Yield chunks within row groups; a position is a row group and the rows read of it."""
     group, done = position or (0, 0)
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with pyarrow.parquet.ParquetFile(path, buffer_size=PAGE_BYTES, pre_buffer=False) as file:
         first = sum(file.metadata.row_group(number).num_rows for number in range(group))
         for number in range(group, file.num_row_groups):
             row = 0

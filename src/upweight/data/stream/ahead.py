@@ -13,7 +13,7 @@ from typing import NamedTuple
 from upweight.data.sources.streams import Position, RawChunk
 from upweight.data.workers import Chunk, EncodeJob, encode_chunk, lost_process
 from upweight.heartbeat import activity
-from upweight.processes import end_with_parent
+from upweight.processes import end_with_parent, keep_pages_shared
 
 FEW_PROCESSES = 2  # where `dataset_num_proc` is unset
 STOP_CHECK_SECONDS = 0.5
@@ -24,6 +24,7 @@ _jobs_of_process: list[EncodeJob] = []
 def _start_process(jobs: Sequence[EncodeJob]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _jobs_of_process.extend(jobs)
+    keep_pages_shared()
     end_with_parent()
 
 

@@ -7,6 +7,8 @@ from itertools import chain, product
 from typing import Any
 
 MOST_WORDS = 1 << 18  # kept at a time
+MOST_IDS = 1 << 20  # of all words that are kept
+LONGEST_WORD = 64  # characters; texts without spaces are single words, which do not come again
 MOST_CHECKED = 64  # first texts that are compared with what the tokenizer says
 MOST_ADDED = 2000  # tokens that are looked for in texts
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
@@ -26,6 +28,7 @@ class WordIds:
         longest_first = sorted(added, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
         self._words: dict[str, list[int]] = {}
+        self._size = 0  # ids of all of them
         self._unchecked = MOST_CHECKED
 
     @staticmethod
@@ -49,17 +52,27 @@ class WordIds:
         """Return the ids of each text without added special tokens; None if the tokenizer says otherwise."""
         split = [self._split(text) for text in texts]
         missing = [*({*chain.from_iterable(split)} - self._words.keys())]
-        if len(self._words) + len(missing) > MOST_WORDS:
-            self._words, missing = {}, [*{*chain.from_iterable(split)}]
-        self._words.update(zip(missing, self._encode(missing), strict=True))
+        encoded = self._encode(missing)
+        self._words.update(zip(missing, encoded, strict=True))
         look_up = self._words.__getitem__
         ids = [[*chain.from_iterable(map(look_up, words))] for words in split]
+        self._forget(missing, encoded)
         if self._unchecked > 0:
             checked = list(texts[: self._unchecked])
             self._unchecked -= len(checked)
             if self.tokenizer(checked, **PLAIN)["input_ids"] != ids[: len(checked)]:
                 return None
         return ids
+
+    def _forget(self, words: list[str], encoded: list[list[int]]) -> None:
+        """Drop those of the newest words that are too long to keep, and all words when there are too many."""
+        self._size += sum(map(len, encoded))
+        for word, ids in zip(words, encoded, strict=True):
+            if len(word) > LONGEST_WORD:
+                del self._words[word]
+                self._size -= len(ids)
+        if len(self._words) > MOST_WORDS or self._size > MOST_IDS:
+            self._words, self._size = {}, 0
 
     def _encode(self, words: list[str]) -> list[list[int]]:
         backend = self.tokenizer.backend_tokenizer
