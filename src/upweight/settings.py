@@ -83,8 +83,8 @@ class Key:
 
 
 def keys_of(section: type[Section]) -> Iterator[Key]:
-    """Yield every YAML path that a section reads."""
-    for name, field in section.model_fields.items():
+    """Yield every YAML path that a section reads, those of a section that it extends last."""
+    for name, field in sorted(section.model_fields.items(), key=lambda item: item[0] not in section.__annotations__):
         extra: Any = field.json_schema_extra
         assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting()"
         for path in (extra["path"], *extra["also"]):

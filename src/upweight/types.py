@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+IGNORED = -100  # label of a token without a class
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:

@@ -1,10 +1,13 @@
 """A cache that is whole or not there, and names that follow the content."""
 
+from pathlib import Path
+
 import pytest
 from transformers import AutoTokenizer
 
 from made_tokenizers import byte_tokenizer
-from upweight.data.cache import digest, tokenizer_digest, write_folder
+from upweight import row_rules
+from upweight.data.cache import code_digest, digest, tokenizer_digest, write_folder
 from upweight.errors import UserError
 from upweight.runs.checkpoints import WHOLE, is_whole
 
@@ -83,3 +86,15 @@ def test_a_tokenizer_is_named_by_its_content(tmp_path):
     tokenizer.eos_token = "<|im_start|>"
     assert tokenizer_digest(tokenizer) != with_template
     assert tokenizer_digest(byte_tokenizer("llama3")) != name
+
+
+def test_changed_rules_about_rows_make_new_rows(tmp_path, monkeypatch):
+    before = code_digest()
+    changed = tmp_path / "row_rules.py"
+    changed.write_text(Path(row_rules.__file__).read_text() + "# another limit\n")
+    monkeypatch.setattr(row_rules, "__file__", str(changed))
+    code_digest.cache_clear()
+    assert code_digest() != before
+    monkeypatch.undo()
+    code_digest.cache_clear()
+    assert code_digest() == before

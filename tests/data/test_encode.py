@@ -12,11 +12,11 @@ from made_tokenizers import byte_tokenizer, config, encoder
 from upweight.config.peers import FORMAT_NAMES
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.view import view
-from upweight.data.encode import Record, RowError, build_encoder
+from upweight.data.encode import RowError, build_encoder
 from upweight.data.formats import FORMATS
 from upweight.data.raw_row import Row
-from upweight.data.tokenize.lengths import apply_length_rules
 from upweight.errors import UserError
+from upweight.row_rules import apply_length_rules
 
 
 def test_the_config_knows_the_formats():
@@ -135,7 +135,7 @@ def test_mutated_rows_are_records_or_name_their_key():
         row = mutated(TEXT_ROWS if kind == "pairs" and rng.random() < 0.5 else ROWS[kind], rng)
         try:
             found = made(row)
-            records += [apply_length_rules(record, made.setup.data, made.setup.method) for record in found]
+            records += [apply_length_rules(record.columns, made.setup.data, made.setup.method) for record in found]
         except (RowError, UserError) as error:
             errors.append(error)
     named = [error for error in errors if isinstance(error, RowError)]
@@ -143,7 +143,7 @@ def test_mutated_rows_are_records_or_name_their_key():
     assert len(named) > 500
     assert all(error.key and error.expected for error in named)
     assert all("strided" in str(error) for error in errors if error not in named)
-    assert all(isinstance(record, Record) or reason for record, reason in records)
+    assert all(isinstance(columns, dict) or reason for columns, reason in records)
 
 
 def test_a_row_that_is_no_mapping():

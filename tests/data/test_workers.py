@@ -17,7 +17,7 @@ TALK = {"messages": [{"role": "user", "content": "Why?"}], "chosen": "So.", "bet
 def job(entry, row, folder=None, **keys):
     made = encoder(entry, folder=folder, chat_template="chatml", **keys)
     rows = RowSelection.of(Table(Dataset.from_list([row])))
-    return EncodeJob("datasets[0] (rows.jsonl)", False, rows, made, made.setup.data)
+    return EncodeJob("datasets[0] (rows.jsonl)", False, rows, made)
 
 
 @pytest.mark.parametrize(

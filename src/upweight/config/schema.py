@@ -83,7 +83,7 @@ def section_rows(section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _model_rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    for name, field in model.model_fields.items():
+    for name, field in sorted(model.model_fields.items(), key=lambda item: item[0] not in model.__annotations__):
         yield (f"`{name}`", *_describe_field(field))
 
 

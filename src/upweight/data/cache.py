@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 from datasets import Dataset
 
+from upweight import row_rules
 from upweight.errors import UserError
 from upweight.runs.checkpoints import is_whole, mark_whole
 
@@ -55,7 +56,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def code_digest() -> str:
     """Return a hash of the code and the templates that prepare data, so that a changed format makes new rows."""
     files = sorted(file for file in Path(__file__).parent.rglob("*") if file.suffix in (".py", ".jinja"))
-    return digest([[file.name, file.read_text(encoding="utf-8")] for file in files])
+    return digest([[file.name, file.read_text(encoding="utf-8")] for file in (*files, Path(row_rules.__file__))])
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:

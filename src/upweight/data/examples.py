@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
-from upweight.data.raw_row import IGNORED, Record, Row, RowError, check_all_text, common_length
+from upweight.data.raw_row import Record, Row, RowError, check_all_text, common_length
 from upweight.data.tokenize.messages import Message, MessageReader
 from upweight.data.tokenize.templates import ChatTemplate, Span
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.methods.base import Method
+from upweight.types import IGNORED
 
 MOST_OVERLAP = 256  # tokens that neighbouring windows of a text share
 ALPACA = UserFormat(  # also the column names where `type` is no mapping

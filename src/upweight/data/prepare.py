@@ -22,7 +22,7 @@ from upweight.config.config import general_keys
 from upweight.data import cache
 from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
-from upweight.data.raw_row import IGNORED, Record
+from upweight.data.raw_row import Record
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
@@ -40,7 +40,9 @@ from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
 from upweight.methods.base import Method
+from upweight.row_rules import split_rows, training_order
 from upweight.runs.checkpoints import is_whole
+from upweight.types import IGNORED
 from upweight.version import __version__
 
 # Data settings that change how the work is done and not what comes out.
@@ -59,6 +61,14 @@ class Entry(NamedTuple):
 
     opened: OpenedDataset
     encoder: Encoder
+
+    def job(self, rows: RowSelection | RawChunk, *, evaluation: bool = False) -> EncodeJob:
+        """Return how rows of the entry are encoded, for training or evaluation."""
+        encoder, rules = self.encoder, self.encoder.setup.data
+        if evaluation and rules.eval_sequence_len:
+            rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
+            encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform, encoder.filter)
+        return EncodeJob(self.opened.where, evaluation, rows, encoder)
 
 
 @dataclass(frozen=True)
@@ -201,38 +211,13 @@ def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
 def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
     """Which rows are trained on and which are held out, entry by entry; training first."""
     train = [entry for entry in entries if not entry.opened.evaluation]
-    rows, count = [entry.opened.rows() for entry in train], config.data.shard_count
-    if count is not None:  # every n-th row over all entries
-        firsts = config.data.shard_index - np.cumsum([0, *map(len, rows)])
-        rows = [part.select(slice(first % count, None, count)) for part, first in zip(rows, firsts, strict=False)]
-    held_out = _held_out(config, [len(part) for part in rows])
-    parts = list(zip(train, rows, held_out, strict=True))
-    jobs = [build_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
-    jobs += [build_job(config, entry, part.select(mask), evaluation=True) for entry, part, mask in parts if mask.any()]
+    rows = [entry.opened.rows() for entry in train]
+    split = split_rows(config.data, [len(part) for part in rows], config.optim.seed)
+    parts = list(zip(train, rows, split, strict=True))
+    jobs = [entry.job(part.select(trained)) for entry, part, (trained, _) in parts]
+    jobs += [entry.job(part.select(held), evaluation=True) for entry, part, (_, held) in parts if len(held)]
     others = [entry for entry in entries if entry.opened.evaluation]
-    return jobs + [build_job(config, entry, entry.opened.rows(), evaluation=True) for entry in others]
-
-
-def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
-    """A mask over each training entry's rows: True where `val_set_size` holds the row out."""
-    if not lengths:
-        return []
-    size, total = config.data.val_set_size, sum(lengths)
-    count = min(max(round(size * total), 1), total) if 0 < size < 1 else int(size)
-    if count and count >= total:
-        raise UserError(f"val_set_size: {count} of {total} rows would be held out and none left to train on.")
-    mask = np.zeros(total, bool)
-    mask[np.random.default_rng(config.optim.seed).permutation(total)[:count]] = True
-    return np.split(mask, np.cumsum(lengths)[:-1])
-
-
-def build_job(config: Config, entry: Entry, rows: RowSelection | RawChunk, *, evaluation: bool) -> EncodeJob:
-    """Return how rows of an entry are encoded, for training or evaluation."""
-    rules, encoder = config.data, entry.encoder
-    if evaluation and rules.eval_sequence_len:
-        rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-        encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform, encoder.filter)
-    return EncodeJob(entry.opened.where, evaluation, rows, encoder, rules)
+    return jobs + [entry.job(entry.opened.rows(), evaluation=True) for entry in others]
 
 
 class _Builder:
@@ -300,7 +285,7 @@ class _Builder:
     def _ordered(self) -> NDArray[np.int64]:
         """The order of training, without near duplicates, which count as dropped."""
         parts = [part for part in self.parts if not part.evaluation]
-        order = _order(self.config, [part.kept for part in parts])
+        order = training_order(self.config.data, [part.kept for part in parts], self.config.optim.seed)
         if self.signatures and self.config.data.near_duplicates:
             repeated = self.signatures.repeated(self.config.data.near_duplicates)
             for part, of_part in zip(
@@ -313,15 +298,6 @@ class _Builder:
             return order
         order = np.sort(order)
         return order[np.argsort(np.array(self.ranks)[order], kind="stable")]
-
-
-def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
-    """The order in which prepared rows are trained on."""
-    data, random = config.data, np.random.default_rng(config.optim.seed)
-    order = np.arange(sum(kept))
-    if data.shuffle_before_merging and kept:
-        order = np.concatenate([random.permutation(part) for part in np.split(order, np.cumsum(kept)[:-1])])
-    return random.permutation(order) if data.shuffle_merged and not data.curriculum else order
 
 
 def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False) -> Prepared:

@@ -8,7 +8,6 @@ from typing import Any
 
 MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
-IGNORED = -100  # label of a token without a class
 # Columns that preparation adds to a prompt; all others come from the user's row.
 PREPARED_COLUMNS = ("prompt", "prompt_ids", "teacher_prompt_ids")
 

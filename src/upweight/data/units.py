@@ -8,9 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from upweight.data.raw_row import IGNORED
 from upweight.methods.base import Method
-from upweight.types import Sample, Unit
+from upweight.types import IGNORED, Sample, Unit
 
 MISMATCHED = -1
 

@@ -18,16 +18,16 @@ import pyarrow as pa
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from upweight.config.sections.data import DataSection, UserFormat
+from upweight.config.sections.data import UserFormat
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
-from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
 from upweight.processes import keep_pages_shared
+from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
@@ -61,7 +61,8 @@ SCHEMAS: dict[str, dict[str, pa.DataType]] = {
 
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
-    return SCHEMAS[kind_of_records(method)]
+    distilled = method.evaluates_loss and method.data == "text"
+    return SCHEMAS["distilled" if distilled else "documents" if method.strided else method.data]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,6 @@ class EncodeJob:
     evaluation: bool
     rows: RowSelection | RawChunk
     encoder: Encoder
-    rules: DataSection  # evaluation may have another `sequence_len`
     evaluated: EvaluationRows | None = None  # which training rows should not contain
 
     @cached_property
@@ -160,8 +160,8 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     signature_RH, contaminated = _compared(job, rows)
     for row, records in enumerate(encoded, start):
         if records and row - start in contaminated:
-            (dropped if job.rules.contamination == "drop" else notes)[CONTAMINATED] += 1
-            if job.rules.contamination == "drop":
+            (dropped if job.encoder.setup.data.contamination == "drop" else notes)[CONTAMINATED] += 1
+            if job.encoder.setup.data.contamination == "drop":
                 continue
         for number, record in enumerate(records):
             lengths.append(lengths_of(record.columns, method))
@@ -173,13 +173,13 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
                 origin.append((row, number))
     schema = schema_of(method)
     batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
-    compared = kept if job.rules.deduplicate else []
+    compared = kept if job.encoder.setup.data.deduplicate else []
     contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in compared]
     digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
     names = {name for columns in kept for name in columns}
     signature_NH = signature_RH[origin_N2[:, 0] - start] if len(signature_RH) else signature_RH
-    rank = job.rules.curriculum_column
+    rank = job.encoder.setup.data.curriculum_column
     ranks = [_rank(job, row, rows[row - start], rank) for row, _ in origin] if rank and not job.evaluation else []
     return Chunk(
         job_number, stop - start, batch, origin_N2, length_M3, names, ranks, digests, signature_NH, dropped, notes
@@ -199,7 +199,7 @@ def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
 
 def _compared(job: EncodeJob, rows: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.uint32], set[int]]:
     """Return a signature of each row if near duplicates are looked for, and which rows contain an evaluation row."""
-    signed = job.rules.near_duplicates is not None and not job.evaluation
+    signed = job.encoder.setup.data.near_duplicates is not None and not job.evaluation
     signature_RH, contaminated = np.zeros((len(rows) if signed else 0, HASHES), np.uint32), set[int]()
     for number, row in enumerate(rows if signed or job.evaluated else ()):
         shingles = job.shingles(row)
@@ -243,7 +243,7 @@ def _encode(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) -> li
         raise
 
 
-def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> UserError:
+def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserError:
     """Return the error about a row: dataset, row number, key, what was expected, and the columns of `content`."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
@@ -264,10 +264,12 @@ def _remedy(job: EncodeJob) -> str:
 
 def within_limits(job: EncodeJob, row: int, record: Record) -> tuple[Record | None, str | None]:
     """Return the record after the length rules, or None if they drop it, and the reason for any change."""
+    data, method, pinned = job.encoder.setup.data, job.encoder.setup.method, record.pinned
     try:
-        return apply_length_rules(record, job.rules, job.encoder.setup.method)
-    except RowError as error:
-        raise bad_row(job, row, error) from error
+        columns, reason = apply_length_rules(record.columns, data, method, pinned=pinned, evaluation=job.evaluation)
+    except UserError as error:
+        raise UserError(f"{job.where}, {job.rows.location(row)}, {error}") from error
+    return None if columns is None else replace(record, columns=columns), reason
 
 
 def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:

@@ -135,12 +135,7 @@ class InProcess:
         return self._strategy == Strategy.SHARED_PREFIX
 
     def _draw(
-        self,
-        strategy: Strategy,
-        engine: Engine | None,
-        prompts: Prompts,
-        rows: CompletionCollector,
-        sampling: Sampling,
+        self, strategy: Strategy, engine: Engine | None, prompts: Prompts, rows: CompletionCollector, sampling: Sampling
     ) -> Completions:
         """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
         if strategy == Strategy.SHARED_PREFIX:

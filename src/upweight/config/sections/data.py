@@ -1,9 +1,10 @@
-"""Keys about data: sources of rows, formats, chat templates and lengths."""
+"""Keys about data: sources of rows, formats and chat templates; those that select rows are in `row_rules`."""
 
 from typing import Any, Literal
 
 from upweight.config.peers import TEMPLATE_ALIASES, TEMPLATE_NAMES
-from upweight.settings import PositiveInt, Section, Strict, inner, setting
+from upweight.row_rules import EntryRows, RowSection
+from upweight.settings import PositiveInt, Strict, inner, setting
 
 # `tokenizer_default` and `jinja` are accepted besides the templates that ship with the package.
 KNOWN_TEMPLATES = (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default")
@@ -33,7 +34,7 @@ class UserFormat(Strict):
     system_format: str = inner("{system}", "Format of the system text; before the prompt if no format has `{system}`.")
 
 
-class DatasetSpec(Strict):
+class DatasetSpec(EntryRows):
     """One entry of `datasets`."""
 
     path: str | None = inner(None, "Hub id, file or folder.")
@@ -44,15 +45,11 @@ class DatasetSpec(Strict):
     ds_type: FileType | None = inner(None, "File type; else by the file name.")
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
-    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random; of a stream, the first ones.")
     streaming: bool | None = inner(
         None, "Read and encode these rows while training; unset: as the key `streaming` says."
     )
     weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
     filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
-    skip: int = inner(0, "Number of rows left out at the start.", ge=0)
-    shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
-    shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
     chat_template: str | None = inner(None, "Chat template for these rows.")
     chat_template_jinja: str | None = inner(None, "Text or file, with `chat_template: jinja`.")
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
@@ -89,12 +86,11 @@ class MixWeights(Strict):
     weights: list[float] = inner([], "One for each dataset, in proportion; 0 leaves a dataset out.")
 
 
-class DataSection(Section):
+class DataSection(RowSection):
     """Training and evaluation data, and its preparation."""
 
     datasets: list[DatasetSpec] = setting("datasets", [], "Training data; required.")
     test_datasets: list[DatasetSpec] = setting("test_datasets", [], "Evaluation data.")
-    val_set_size: float = setting("val_set_size", 0.0, "Share (below 1) or number of rows held out to evaluate.", ge=0)
     prepared_path: str = setting("dataset_prepared_path", "last_run_prepared", "Folder of prepared data.")
     skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare the rows again instead of reading the cache.")
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
@@ -106,10 +102,6 @@ class DataSection(Section):
     contamination: Literal["warn", "drop"] | None = setting(
         "dataset_contamination_check", None, "What happens to training rows that contain an evaluation row."
     )
-    shard_count: PositiveInt | None = setting("dataset_shard_num", None, "Shards all data is split into; one is kept.")
-    shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
-    shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")
-    shuffle_before_merging: bool = setting("shuffle_before_merging_datasets", False, "Shuffle datasets before merging.")
     streaming: bool = setting("streaming", False, "Read and encode the training data while training, not before.")
     buffer_size: PositiveInt = setting(
         "streaming_buffer_size", 4096, "Rows of a stream that are shuffled together; 1: no shuffling."
@@ -120,16 +112,6 @@ class DataSection(Section):
     mix_schedule: list[MixWeights] = setting("mix_schedule", [], "Weights of the datasets from given steps on.")
     curriculum_column: str | None = setting(
         "curriculum_column", None, "Column with numbers by which rows are ordered, lowest first."
-    )
-    curriculum: bool = setting("curriculum_sampling", False, "Train on the rows in their order, without shuffling.")
-    sequence_len: PositiveInt = setting("sequence_len", 512, "Longest sequence in tokens, prompt included.")
-    eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
-    min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)
-    max_prompt_length: PositiveInt | None = setting(
-        "max_prompt_length", None, "Longest prompt in tokens; the left is cut off.", also=("trl.max_prompt_length",)
-    )
-    too_long: Literal["drop", "truncate", "raise"] = setting(
-        "excess_length_strategy", "drop", "What happens to a row that is too long."
     )
     train_on_inputs: bool = setting("train_on_inputs", False, "Also train on prompts, for SFT.")
     chat_template: str | None = setting("chat_template", None, "Name of the chat template; else the tokenizer's.")

@@ -5,9 +5,10 @@ from dataclasses import replace
 from upweight.data.examples import ALPACA, Example, Format, Pieces, Segment, Segments, Setup, Text, Tokens
 from upweight.data.formats import prompt_styles
 from upweight.data.formats.markup import with_system
-from upweight.data.raw_row import IGNORED, Row, RowError, checked_mappings, describe_value
+from upweight.data.raw_row import Row, RowError, checked_mappings, describe_value
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.data.tokenize.templates import Span
+from upweight.types import IGNORED
 
 # The system text of rows that have none.
 ALPACA_SYSTEM = {

@@ -1,7 +1,8 @@
 """The format for process reward models: completions in steps, each with a label."""
 
 from upweight.data.examples import Example, Format, Setup, Steps, Tokens
-from upweight.data.raw_row import IGNORED, Row, RowError, checked_text, describe_value
+from upweight.data.raw_row import Row, RowError, checked_text, describe_value
+from upweight.types import IGNORED
 
 MOST_CLASSES = 1000  # if num_labels is not known
 

@@ -29,6 +29,7 @@ from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.row_rules import select_from_entry
 
 FILE_KINDS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
@@ -140,16 +141,7 @@ class OpenedDataset:
         rows = RowSelection.join([self._selected(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
-        if self.entry.skip:
-            if self.entry.skip >= len(rows):
-                raise UserError(f"{self.where}: 'skip: {self.entry.skip}' leaves out all {len(rows)} rows.")
-            rows = rows.select(slice(self.entry.skip, None))
-        if self.entry.shards:
-            rows = rows.select(slice(self.entry.shards_idx, None, self.entry.shards))
-        if self.entry.max_samples and self.entry.max_samples < len(rows):
-            selected = np.random.default_rng(self.seed).permutation(len(rows))[: self.entry.max_samples]
-            rows = rows.select(np.sort(selected))
-        return rows
+        return rows.select(select_from_entry(self.entry, len(rows), self.seed, self.where))
 
     def streams(self) -> list[RowStream]:
         """Return the streams of the entry's split, in order."""

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from upweight.config import Config
 from upweight.config.sections.data import DataSection, DatasetSpec
-from upweight.data.prepare import NOT_SHAPING, Entry, Prepared, build_entry, build_job, template_of
+from upweight.data.prepare import NOT_SHAPING, Entry, Prepared, build_entry, template_of
 from upweight.data.report import PrepareReport
 from upweight.data.sources.open import OpenedDataset, Source, open_entry, selected_datasets
 from upweight.data.sources.streams import IterableStream, RawChunk
@@ -101,7 +101,7 @@ def _entry(config: Config, tokenizer: Any, key: str, number: int, spec: DatasetS
 def _stream(
     config: Config, entry: Entry, pool: EncodePool, seed: int | None, window: Window, *, evaluation: bool = False
 ) -> StreamSource:
-    job = build_job(config, entry, NOTHING, evaluation=evaluation)
+    job = entry.job(NOTHING, evaluation=evaluation)
     return StreamSource(job, entry.opened.streams(), pool, buffer=config.data.buffer_size, seed=seed, window=window)
 
 

@@ -31,10 +31,7 @@ NO_POLICY = ("http://127.0.0.1:9/v1", "policy")  # agents that nobody asks need 
 
 
 class GymProcess:
-    """Servers in a separate process group, without network and on a read-only file system where that is possible.
-
-    Verifiers run what the policy wrote. The group ends with this process, however that ends.
-    """
+    """Servers, which run what the policy wrote: isolated where possible, in a process group that ends with this one."""
 
     def __init__(self, gym: GymSection, folder: Path, log_folder: Path, *, policy: tuple[str, str] | None) -> None:
         """`folder` is the config's. `policy`: address and name of the model, which agents have to reach."""

@@ -62,16 +62,11 @@ def init_single_rank() -> None:
 def local_rank0_first(work: Callable[[], T]) -> T:
     """Run `work` on the first rank of each machine, and then on the others."""
     ranks = PartialState()
-    if ranks.num_processes == 1:
-        return work()
-    if not ranks.is_local_main_process:
+    results = [work()] if ranks.is_local_main_process else []
+    if ranks.num_processes > 1:
         with patiently() as group:
             dist.barrier(group=group)
-        return work()
-    result = work()
-    with patiently() as group:
-        dist.barrier(group=group)
-    return result
+    return results[0] if results else work()
 
 
 def broadcast_from_rank0(value: Any) -> Any:

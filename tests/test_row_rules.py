@@ -1,27 +1,31 @@
-"""Length rules: dropped, cut or refused, with a reason, and never to nothing."""
+"""Rules about rows: which are read, held out, in which order; dropped, cut or refused, with a reason."""
 
+import numpy as np
 import pytest
 
 from made_tokenizers import config
-from upweight.data.raw_row import Record, RowError
-from upweight.data.tokenize.lengths import (
-    CUT,
-    NO_ROOM,
-    NOTHING_LEFT,
-    PROMPT_CUT,
-    TOO_LONG,
-    TOO_SHORT,
+from upweight.errors import UserError
+from upweight.row_rules import (
+    EntryRows,
+    RowSection,
     apply_length_rules,
     lengths_of,
+    select_from_entry,
+    split_rows,
+    training_order,
 )
+
+TOO_LONG, TOO_SHORT = "longer than sequence_len", "shorter than min_sample_len"
+NO_ROOM = "prompt leaves no room for an answer within sequence_len"
+NOTHING_LEFT = "nothing to train on within the limits of length"
+CUT, PROMPT_CUT = "cut to sequence_len", "prompt cut to max_prompt_length"
 
 
 def outcome(columns, rl="dpo", pinned=0, **keys):
     chosen = {"rl": rl} if rl else {}
     keys = {"process_reward_model": True, **keys} if "labels" in columns and rl != "grpo" else {**chosen, **keys}
     made = config({}, **keys)
-    record, reason = apply_length_rules(Record({}, columns, pinned), made.data, made.method)
-    return (record.columns if record else None), reason
+    return apply_length_rules(columns, made.data, made.method, pinned=pinned)
 
 
 PAIR = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5, 6], "rejected_ids": [7]}
@@ -37,7 +41,7 @@ def test_pairs():
     cut = outcome(PAIR, sequence_len=5, excess_length_strategy="truncate")
     assert cut == ({**PAIR, "chosen_ids": [4, 5]}, CUT)
     assert outcome(PAIR, sequence_len=3, excess_length_strategy="truncate") == (None, NO_ROOM)
-    with pytest.raises(RowError, match="at most 5 tokens"):
+    with pytest.raises(UserError, match="at most 5 tokens"):
         outcome(PAIR, sequence_len=5, excess_length_strategy="raise")
     assert PAIR["chosen_ids"] == [4, 5, 6]
 
@@ -102,3 +106,37 @@ def test_lengths_of_each_kind_of_record(keys, columns, expected):
 def test_columns_of_the_user_are_no_tokens():
     row = {"prompt": "x", "prompt_ids": [1, 2], "ids": 7, "loss_mask": None, "labels": "a"}
     assert outcome(row, "grpo") == (row, None)
+
+
+def test_an_evaluation_has_its_limit():
+    rules, method = config({}, rl="dpo", sequence_len=5, eval_sequence_len=6).data, config({}, rl="dpo").method
+    assert apply_length_rules(PAIR, rules, method) == (None, TOO_LONG)
+    assert apply_length_rules(PAIR, rules, method, evaluation=True) == (PAIR, None)
+
+
+def test_an_entry_is_read_by_shard_and_then_at_random():
+    assert select_from_entry(EntryRows(), 4, 0).tolist() == [0, 1, 2, 3]
+    assert select_from_entry(EntryRows(shards=3, shards_idx=1), 8, 0).tolist() == [1, 4, 7]
+    few = select_from_entry(EntryRows(shards=2, max_samples=3), 20, 0)
+    assert len(few) == 3
+    assert (few % 2 == 0).all()
+    assert (np.diff(few) > 0).all()
+    assert select_from_entry(EntryRows(shards=2, max_samples=3), 20, 1).tolist() != few.tolist()
+
+
+@pytest.mark.parametrize("size", [0, 3, 0.3])
+def test_shards_and_splits_use_each_row_once(size):
+    counts, used = (5, 1, 7), []
+    for shard in range(3):
+        rules = RowSection(shard_count=3, shard_index=shard, val_set_size=size)
+        for entry, (trained, held) in enumerate(split_rows(rules, counts, 0)):
+            used += [(entry, int(row)) for row in (*trained, *held)]
+    assert sorted(used) == [(entry, row) for entry, count in enumerate(counts) for row in range(count)]
+
+
+def test_orders():
+    before = training_order(RowSection(shuffle_before_merging=True, shuffle_merged=False), (30, 30), 0)
+    assert sorted(before[:30]) == list(range(30))
+    assert before[:30].tolist() != list(range(30))
+    assert training_order(RowSection(curriculum=True), (3, 3), 0).tolist() == list(range(6))
+    assert training_order(RowSection(), (30, 30), 0).tolist() != list(range(60))
