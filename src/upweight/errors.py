@@ -14,12 +14,12 @@ class UserError(ValueError):
 
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like `word`, or None if nothing is near."""
-    plain = _plain(word)
+    plain = _lower_snake(word)
     best, nearest = min(cutoff, 0.5) if len(plain) <= 3 else cutoff, None
     matcher = SequenceMatcher(None, autojunk=False)
     matcher.set_seq2(plain)
     for candidate in candidates:
-        other = _plain(candidate)
+        other = _lower_snake(candidate)
         bonus = 0.1 if sorted(plain) == sorted(other) else 0.01 if plain[:1] == other[:1] else 0.0
         matcher.set_seq1(other)
         if matcher.real_quick_ratio() + bonus >= best and matcher.quick_ratio() + bonus >= best:
@@ -29,7 +29,7 @@ def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     return nearest
 
 
-def _plain(word: str) -> str:
+def _lower_snake(word: str) -> str:
     return word.lower().replace("-", "_")
 
 

@@ -207,7 +207,7 @@ class Completion:
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
 
     @property
-    def written(self) -> list[int]:
+    def completion_ids(self) -> list[int]:
         """Return the tokens after the prompt."""
         return self.ids[self.prompt_len :]
 

@@ -1,6 +1,6 @@
 """The doctor on a machine: versions against the ranges that the package declares."""
 
-from upweight.doctor.machine import _version, check_machine
+from upweight.doctor.machine import _check_version, check_machine
 
 
 def test_this_machine_is_well():
@@ -9,8 +9,8 @@ def test_this_machine_is_well():
 
 
 def test_versions_outside_their_range_and_packages_that_are_missing_are_named():
-    old = _version("torch", ">=99")
+    old = _check_version("torch", ">=99")
     assert (old.level, old.remedy) == ("warning", "pip install 'torch>=99'")
-    assert _version("torch", ">=1").level == "ok"
-    missing = _version("no-such-package", ">=1")
+    assert _check_version("torch", ">=1").level == "ok"
+    missing = _check_version("no-such-package", ">=1")
     assert (missing.level, missing.says) == ("alarm", "is not installed")

@@ -10,7 +10,7 @@ from pathlib import Path
 from upweight.cli.inputs import TrainedModel, find_trained
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
-from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter
+from upweight.models.adapters.merge import AdapterFolder, merge_adapter, merge_error
 
 CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
 
@@ -30,7 +30,7 @@ def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | Non
     if check:
         what = "log-prob" if adapted.head() == "tokens" else "score"
         kind = str(adapted.dtype()).removeprefix("torch.")
-        print(f"largest difference of a {what} before and after, in {kind}: {difference(adapted, target):.2g}")
+        print(f"largest difference of a {what} before and after, in {kind}: {merge_error(adapted, target):.2g}")
 
 
 def run_gguf(config_or_folder: str, overrides: list[str], *, output: Path | None, kind: str) -> None:

@@ -67,7 +67,7 @@ def run_inference(
     if count > 1 and sampling["temperature"] == 0:
         raise UserError("--temperature 0 always generates the same text: raise it, or leave --count out")
     model = find_trained(target, overrides, or_base=True)  # before prompts are read from the terminal
-    rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
+    rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read_rows(file)
     quiet_transformers()
     data, entry, _ = text_format_of(model)
     kept = {"data": data, "entry": entry, "folder": model.config.folder}
@@ -78,7 +78,7 @@ def run_inference(
     if chat:
         _chat(generator, drawn, seed)
         return
-    prompts = [_encoded(generator, row, at) for at, row in rows.items()]
+    prompts = [_encode_row(generator, row, at) for at, row in rows.items()]
     if prompt is None or as_json:
         for start in range(0, len(prompts), AT_ONCE):
             part = slice(start, start + AT_ONCE)
@@ -95,7 +95,7 @@ def run_inference(
             print(f"--- {number} of {count}\n{completion.text}")
 
 
-def _read(file: Path | None) -> dict[str, dict[str, Any]]:
+def _read_rows(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the rows of a file or of stdin by file and line: each line is a JSON object, or the text of a prompt."""
     if file is None and sys.stdin.isatty():
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
@@ -110,7 +110,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     return {where: parse_row(line, where, ", as the first line seems to be") for where, line in lines.items()}
 
 
-def _encoded(generator: TextGenerator, row: Mapping[str, Any], where: str) -> list[int]:
+def _encode_row(generator: TextGenerator, row: Mapping[str, Any], where: str) -> list[int]:
     try:
         return generator.encode(row)
     except RowError as error:
@@ -123,13 +123,13 @@ def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:
         raise UserError("--chat needs a chat template, and the tokenizer has none: name one, `chat_template: chatml`")
     print("/reset clears the conversation; Ctrl-D ends.", file=sys.stderr)
     messages: list[dict[str, str]] = []
-    for turn, line in enumerate(iter(_line, None)):
+    for turn, line in enumerate(iter(_read_line, None)):
         if line.strip() == "/reset":
             messages = []
         elif line.strip():
             conversation = [*messages, {"role": "user", "content": line}]
             try:
-                ids = _encoded(generator, {"prompt": conversation}, "chat")
+                ids = _encode_row(generator, {"prompt": conversation}, "chat")
             except UserError as error:
                 print(f"{error}; /reset starts again", file=sys.stderr)
                 continue
@@ -138,7 +138,7 @@ def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:
             messages = [*conversation, {"role": "assistant", "content": str(completion.text)}]
 
 
-def _line() -> str | None:
+def _read_line() -> str | None:
     try:
         with utf8_from("stdin"):
             line = input("> " if sys.stdin.isatty() else "")

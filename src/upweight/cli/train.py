@@ -26,14 +26,14 @@ def run_train(
     """Train what a config describes, or one of its stages; `quiet` and `as_json` leave only warnings on stderr."""
     if quiet or as_json:
         logger.setLevel(logging.WARNING)
-    config = _config(path, overrides)
+    config = _load_config(path, overrides)
     options = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
 
     def train_one(number: int | None, resume_it: bool) -> None:
         """Train a stage, or a config without stages, with ranks or in this process."""
         flags = [] if number is None else ["--stage", str(number)]
         flags += ["--resume"] if resume_it else []
-        code = _launched(["train", str(path), *overrides, *options, *flags], start)
+        code = _launch_ranks(["train", str(path), *overrides, *options, *flags], start)
         if code is None:
             with _as_one_of_many():
                 from upweight.train.recording.metrics import MetricsOut
@@ -57,8 +57,8 @@ def run_train(
 
 def run_evaluate(path: Path, overrides: list[str], *, start: Start) -> None:
     """Print the metrics of a config's model on its evaluation data as one JSON object."""
-    config = _config(path, overrides)
-    code = _launched(["evaluate", str(path), *overrides], start)
+    config = _load_config(path, overrides)
+    code = _launch_ranks(["evaluate", str(path), *overrides], start)
     if code is not None:
         sys.exit(code)
     with _as_one_of_many():
@@ -82,7 +82,7 @@ def _warn_if_untrained(config: Config) -> None:
     logger.warning("this evaluates the model before training; %s", remedy)
 
 
-def _config(path: Path, overrides: list[str]) -> Config:
+def _load_config(path: Path, overrides: list[str]) -> Config:
     if os.environ.get("RANK", "0") != "0":
         logger.setLevel(logging.ERROR)  # only rank 0 logs
     try:
@@ -100,7 +100,7 @@ def _moved_code(path: Path, problem: str) -> Iterator[str]:
                 yield f"When {checkpoint} was written, '{name}' was in {was['file']}, which is gone: put it back."
 
 
-def _launched(arguments: Sequence[str], start: Start) -> int | None:
+def _launch_ranks(arguments: Sequence[str], start: Start) -> int | None:
     """The exit code of ranks; None where one process, this one, is enough."""
     if is_rank():
         return None

@@ -79,7 +79,7 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
 
 def _corrected_form(value: str, expected: list[str], allowed: list[Any]) -> str:
     """Show how to write a string where a list, or a mapping with a `path`, is expected."""
-    entries = [inner for part in allowed for inner in _inner(part, 0)] if "a list" in expected else allowed
+    entries = [inner for part in allowed for inner in _inner_annotations(part, 0)] if "a list" in expected else allowed
     has_path = any("path" in dict(_fields_inside(entry)) for entry in entries)
     entry = f"{{path: {value}}}" if has_path else brief(value)
     entry = f"[{entry}]" if "a list" in expected else entry
@@ -124,7 +124,7 @@ def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:
     """Return the types allowed at a path inside a model; a union gives several."""
     current: list[Any] = [model]
     for part in path:
-        current = [inner for annotation in current for inner in _inner(annotation, part)]
+        current = [inner for annotation in current for inner in _inner_annotations(annotation, part)]
     return current
 
 
@@ -135,7 +135,7 @@ def _fields_inside(annotation: Any) -> Iterator[tuple[str, FieldInfo]]:
             yield from branch.model_fields.items()
 
 
-def _inner(annotation: Any, part: str | int) -> Iterator[Any]:
+def _inner_annotations(annotation: Any, part: str | int) -> Iterator[Any]:
     yield from (field.annotation for name, field in _fields_inside(annotation) if name == part)
     for branch in branches(annotation):
         if get_origin(branch) in (list, tuple) and isinstance(part, int):

@@ -58,7 +58,7 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
     """Return YAML path -> value for every known key that is set; other keys become errors or notices."""
     flat: dict[str, Any] = {}
     satisfied: dict[str, list[str]] = {}
-    for path, value in _paths(content, findings):
+    for path, value in _dotted_paths(content, findings):
         if path in general_keys() or path in method_keys():
             if value is not None:
                 flat[path] = value
@@ -75,7 +75,7 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
     return flat
 
 
-def _paths(content: dict[Any, Any], findings: Findings) -> Iterator[tuple[str, Any]]:
+def _dotted_paths(content: dict[Any, Any], findings: Findings) -> Iterator[tuple[str, Any]]:
     """Yield every key as a dotted path (`trl.beta`) with its value."""
     for key, value in content.items():
         if key not in blocks():

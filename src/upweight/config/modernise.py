@@ -28,36 +28,36 @@ def asks_for_something(value: Any) -> bool:
 def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     """Return the config with current key names; each rename adds a notice."""
     content = copy_tree(content)
-    _fsdp(content, findings)
+    _rename_fsdp_keys(content, findings)
     for old, new in (peers.RENAMED | peers.OTHER_NAMES).items():
         if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
-            _rename(content, old, new, findings, deprecated=old in peers.RENAMED)
+            _rename_key(content, old, new, findings, deprecated=old in peers.RENAMED)
     for key, values in peers.VALUES_MEANING_OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
     _pretraining(content, findings)
     _lowest_rate(content, findings)
-    _precision(content, findings)
-    _attention(content, findings)
-    _checkpointing(content, findings)
+    _rename_precision(content, findings)
+    _rename_attention(content, findings)
+    _rename_checkpointing(content, findings)
     _distillation(content, findings)
-    _plugins(content, findings)
-    _accelerator(content, findings)
+    _check_plugins(content, findings)
+    _check_accelerator(content, findings)
     if content.get("tokens") == []:
         del content["tokens"]
     if isinstance(content.get("tokens"), dict):  # the deprecated form
-        _rename(content, "tokens", "special_tokens", findings)
+        _rename_key(content, "tokens", "special_tokens", findings)
     if content.get("chat_template") in peers.IN_TOKENIZERS:
         findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
         content["chat_template"] = "tokenizer_default"
     lists = [content[key] for key in ("datasets", "test_datasets") if isinstance(content.get(key), list)]
     for row in (row for rows in lists for row in rows if isinstance(row, dict)):
         for old, new in peers.ROW_RENAMED.items():
-            _rename(row, old, new, findings)
+            _rename_key(row, old, new, findings)
     return content
 
 
-def _fsdp(content: dict[Any, Any], findings: Findings) -> None:
+def _rename_fsdp_keys(content: dict[Any, Any], findings: Findings) -> None:
     """Rename the keys of FSDP1, with and without the prefix `fsdp_`, to those of FSDP2."""
     block = content.get("fsdp_config")
     if not isinstance(block, dict):
@@ -74,22 +74,22 @@ def _fsdp(content: dict[Any, Any], findings: Findings) -> None:
         word = str(block.get(key)).upper()
         if word in SHARDING_WORDS:
             block[key] = SHARDING_WORDS[word]
-    _rename(content, "fsdp_config.sharding_strategy", "fsdp_config.reshard_after_forward", findings)
+    _rename_key(content, "fsdp_config.sharding_strategy", "fsdp_config.reshard_after_forward", findings)
 
 
-def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings, *, deprecated: bool = True) -> None:
-    holder, name = _holder(content, old)
+def _rename_key(content: dict[Any, Any], old: str, new: str, findings: Findings, *, deprecated: bool = True) -> None:
+    holder, name = _parent_mapping(content, old)
     value = holder.pop(name, None)
     if value is None:
         return
     findings.notices.append(f"{old}: is now called '{new}'" if deprecated else f"{old}: is called '{new}' here")
-    target, new_name = _holder(content, new, make=True)
+    target, new_name = _parent_mapping(content, new, make=True)
     if target.get(new_name) not in (None, value):
         findings.errors.append(f"{old}: contradicts '{new}', which means the same. Keep only '{new}'.")
     target[new_name] = value
 
 
-def _holder(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dict[Any, Any], str]:
+def _parent_mapping(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dict[Any, Any], str]:
     """Return the mapping that contains the last part of a path, or an empty mapping, and that last part."""
     block, _, name = path.rpartition(".")
     if make and block and content.get(block) is None:
@@ -121,10 +121,10 @@ def _lowest_rate(content: dict[Any, Any], findings: Findings) -> None:
         content["lr_scheduler"] = "cosine_with_min_lr"
     else:
         findings.errors.append(f"eta_min: is for 'lr_scheduler: cosine', not for {schedule!r}. Drop one of them.")
-    _rename(content, "eta_min", "lr_scheduler_kwargs.min_lr", findings, deprecated=False)
+    _rename_key(content, "eta_min", "lr_scheduler_kwargs.min_lr", findings, deprecated=False)
 
 
-def _precision(content: dict[Any, Any], findings: Findings) -> None:
+def _rename_precision(content: dict[Any, Any], findings: Findings) -> None:
     """`torch_dtype` and `float16`, as other trainers write the precision, as `bf16` and `fp16`."""
     dtype, half = content.pop("torch_dtype", None), content.pop("float16", None)
     if half not in (None, True, False):
@@ -142,7 +142,7 @@ def _precision(content: dict[Any, Any], findings: Findings) -> None:
     content[key] = value
 
 
-def _attention(content: dict[Any, Any], findings: Findings) -> None:
+def _rename_attention(content: dict[Any, Any], findings: Findings) -> None:
     on = [switch for switch in peers.ATTENTION_SWITCHES if content.get(switch) is True]
     for switch in peers.ATTENTION_SWITCHES:
         value = content.pop(switch, None)
@@ -160,7 +160,7 @@ def _attention(content: dict[Any, Any], findings: Findings) -> None:
         findings.notices.append(f"attn_implementation: nothing to do for {chosen!r}: the tree attention serves")
 
 
-def _checkpointing(content: dict[Any, Any], findings: Findings) -> None:
+def _rename_checkpointing(content: dict[Any, Any], findings: Findings) -> None:
     """Rename the offloading values of other trainers to `activation_offloading: true`."""
     if content.get("gradient_checkpointing") in ("offload", "offload_disk", "unsloth"):
         findings.notices.append("gradient_checkpointing: offloading is now called 'activation_offloading: true'")
@@ -179,7 +179,7 @@ def _distillation(content: dict[Any, Any], findings: Findings) -> None:
         findings.errors.append("kd_online_server: only a vLLM server can be a teacher.")
     renormalises, beta = content.pop("kd_normalize_topk", None), content.pop("kd_beta", None)
     for old, new in peers.KD_KEYS.items():
-        _rename(content, old, new, findings, deprecated=False)
+        _rename_key(content, old, new, findings, deprecated=False)
     content.setdefault("rl", "distill")
     block = content.setdefault("distill", {})
     fixed = {"on_policy": 0, "divergence": "jsd", "beta": beta or 0.0, "temperature_squared": True}
@@ -188,7 +188,7 @@ def _distillation(content: dict[Any, Any], findings: Findings) -> None:
         content["distill"] = fixed | block
 
 
-def _plugins(content: dict[Any, Any], findings: Findings) -> None:
+def _check_plugins(content: dict[Any, Any], findings: Findings) -> None:
     plugins = content.get("plugins")
     for plugin in (one for one in plugins if isinstance(one, str)) if isinstance(plugins, list) else ():
         if plugin in peers.PLUGINS:
@@ -197,7 +197,7 @@ def _plugins(content: dict[Any, Any], findings: Findings) -> None:
             findings.errors.append(f"plugins: {plugin!r} is not supported. Plugins of other trainers cannot be loaded.")
 
 
-def _accelerator(content: dict[Any, Any], findings: Findings) -> None:
+def _check_accelerator(content: dict[Any, Any], findings: Findings) -> None:
     """Refuse options of accelerate that would change the size of a batch; the others change no number."""
     block = content.get("accelerator_config")
     if not asks_for_something(block):

@@ -18,16 +18,16 @@ def resolve(config: Config) -> Config:
     optim = {
         "learning_rate": rate_of_method if config.optim.learning_rate is None else config.optim.learning_rate,
         "gradient_checkpointing": config.optim.gradient_checkpointing or config.sharding.fsdp_checkpointing,
-        **_batch(config),
-        **_schedule(config),
+        **_resolve_batch_size(config),
+        **_resolve_schedule(config),
     }
     return dataclasses.replace(
         config,
         optim=config.optim.model_copy(update=optim),
-        sharding=config.sharding.model_copy(update=_sharding(config)),
+        sharding=config.sharding.model_copy(update=_resolve_sharding(config)),
         data=config.data.model_copy(update={"datasets": _datasets(config)}),
         model=config.model.model_copy(update={"num_labels": config.model.num_labels or labels_of_head}),
-        method=_method(config),
+        method=_resolve_method(config),
         rollout=config.rollout.model_copy(update={"server_host": host, "server_port": port}),
     )
 
@@ -53,7 +53,7 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
     return lcm(config.rollout.generation_batch_size or wanted, group_size(config), micro * accumulation * ranks)
 
 
-def _method(config: Config) -> Method:
+def _resolve_method(config: Config) -> Method:
     """Return the method with EBFT's baseline filled in, which GRPO's keys may choose too."""
     method, given = feature_matcher(config.method), config.set_keys
     if method is None or method.baseline is not None:
@@ -63,14 +63,14 @@ def _method(config: Config) -> Method:
     return method.model_copy(update={"baseline": "group_norm" if by_group else "rloo"})
 
 
-def _batch(config: Config) -> dict[str, int]:
+def _resolve_batch_size(config: Config) -> dict[str, int]:
     optim = config.optim
     all_unset = not (optim.micro_batch_size or optim.accumulation or optim.batch_size)
     micro = optim.micro_batch_size or (group_size(config) if all_unset else 1)
     return {"micro_batch_size": micro, "accumulation": optim.accumulation or max((optim.batch_size or 0) // micro, 1)}
 
 
-def _schedule(config: Config) -> dict[str, object]:
+def _resolve_schedule(config: Config) -> dict[str, object]:
     optim = config.optim
     if optim.cosine_min_ratio is None or optim.scheduler != "cosine":
         return {}
@@ -78,7 +78,7 @@ def _schedule(config: Config) -> dict[str, object]:
     return {"scheduler": "cosine_with_min_lr", "scheduler_args": args}
 
 
-def _sharding(config: Config) -> dict[str, bool]:
+def _resolve_sharding(config: Config) -> dict[str, bool]:
     section = config.sharding
     words = section.fsdp if isinstance(section.fsdp, list) else []
     on = any(path.startswith("fsdp") for path in config.set_keys) if section.fsdp is None else bool(section.fsdp)

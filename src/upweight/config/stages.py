@@ -21,9 +21,9 @@ def parse_stages(
     content: dict[Any, Any], parse: Callable[[dict[Any, Any]], Config], method_of: Callable[[dict[Any, Any]], str]
 ) -> Config:
     """Return the last stage's config with all in `stages`; `parse` reads a stage and `method_of` names its method."""
-    stages = _checked(content["stages"])
+    stages = _check_stages(content["stages"])
     common = {key: value for key, value in content.items() if key != "stages"}
-    merged = [_over(common, {key: value for key, value in stage.items() if key != "name"}) for stage in stages]
+    merged = [_merge_stage(common, {key: value for key, value in stage.items() if key != "name"}) for stage in stages]
     methods = [method_of(whole) for whole in merged]
     errors: list[str] = []
     configs: list[Config] = []
@@ -33,13 +33,13 @@ def parse_stages(
             configs.append(parse(whole))
         except UserError as error:
             errors += [_with_stage_prefix(line, number, stage, common) for line in str(error).splitlines()]
-    errors += _misfits(stages, configs) if not errors else []
+    errors += _stage_errors(stages, configs) if not errors else []
     if errors:
         raise UserError("\n".join(dict.fromkeys(errors)))
-    return _chained(stages, configs)
+    return _chain_stages(stages, configs)
 
 
-def _checked(stages: Any) -> list[dict[str, Any]]:
+def _check_stages(stages: Any) -> list[dict[str, Any]]:
     if not isinstance(stages, list) or not stages:
         raise UserError(f"stages: expected a list of stages, each a mapping of keys, got {brief(stages)}")
     for number, stage in enumerate(stages):
@@ -54,7 +54,7 @@ def _checked(stages: Any) -> list[dict[str, Any]]:
     return stages
 
 
-def _over(common: dict[Any, Any], stage: dict[Any, Any]) -> dict[Any, Any]:
+def _merge_stage(common: dict[Any, Any], stage: dict[Any, Any]) -> dict[Any, Any]:
     """Return the common keys overridden by a stage's keys; blocks such as `trl` are merged key by key."""
     whole = copy_tree(common)
     for key, value in stage.items():
@@ -91,7 +91,7 @@ def _with_stage_prefix(line: str, number: int, stage: dict[Any, Any], common: di
     return line if root in common and not (root in stage and in_block) else f"stages[{number}].{line}"
 
 
-def _misfits(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> list[str]:
+def _stage_errors(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> list[str]:
     """Return an error for each stage that cannot start from the result of the stage before it."""
     errors = []
     for number, (before, config) in enumerate(pairwise(configs), 1):
@@ -102,7 +102,7 @@ def _misfits(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> lis
     return errors
 
 
-def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Config:
+def _chain_stages(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Config:
     """Give each stage an output folder and make it start from the result of the stage before it."""
     top = Path(configs[-1].run.output_dir)
     chained: list[Config] = []

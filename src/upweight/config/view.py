@@ -30,16 +30,16 @@ def view(config: Config) -> ConfigView:
     """Return the config as nested views by YAML name, with defaults filled in."""
     sections = [getattr(config, name) for name in (*SECTIONS, "method")]
     keys = [(section, key) for section in sections for key in keys_of(type(section))]
-    content = nested((key.path, _plain(getattr(section, key.name))) for section, key in keys)
+    content = nested((key.path, _to_views(getattr(section, key.name))) for section, key in keys)
     return ConfigView(content | {block: ConfigView(content.get(block, {})) for block in blocks()})
 
 
-def _plain(value: Any) -> Any:
+def _to_views(value: Any) -> Any:
     """Convert models to views, so that `cfg.datasets[0].path` and `cfg["datasets"][0]["path"]` both work."""
     if isinstance(value, BaseModel):
-        return ConfigView({name: _plain(getattr(value, name)) for name in type(value).model_fields})
+        return ConfigView({name: _to_views(getattr(value, name)) for name in type(value).model_fields})
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_views(item) for item in value]
     return value
 
 

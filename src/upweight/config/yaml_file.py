@@ -54,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if content is None:
         raise UserError(f"{path}: is empty. A config names at least 'base_model' and 'datasets'.")
     if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a mapping of keys to values, not {_kind(content)}.")
+        raise UserError(f"{path}: must be a mapping of keys to values, not {_describe_content(content)}.")
     return content
 
 
@@ -66,7 +66,7 @@ def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, 
         parts = [part for part in re.split(r"[.\[\]]", key) if part]
         if not equals or not parts or len(parts) > MAX_DEPTH:
             raise UserError(f"{item[:80]}: an override is written key=value, such as trl.beta=0.01.")
-        _set(result, parts, value if " #" in value else _parse(value, item), item)
+        _set_value(result, parts, value if " #" in value else _parse(value, item), item)
     return result
 
 
@@ -85,23 +85,23 @@ def _joined_options(overrides: list[str]) -> Iterator[str]:
         yield f"{key.replace('-', '_')}={value}"
 
 
-def _set(target: Any, parts: list[str], value: Any, item: str) -> None:
+def _set_value(target: Any, parts: list[str], value: Any, item: str) -> None:
     """Set a value at a path and create missing mappings and lists."""
     for number, part in enumerate(parts[:-1]):
-        key = _key(target, part, ".".join(parts[:number]), item)
+        key = _key_or_index(target, part, ".".join(parts[:number]), item)
         if target[key] is None:
             target[key] = [] if re.fullmatch(r"-?\d+", parts[number + 1]) else {}
         target = target[key]
-    target[_key(target, parts[-1], ".".join(parts[:-1]), item)] = value
+    target[_key_or_index(target, parts[-1], ".".join(parts[:-1]), item)] = value
 
 
-def _key(target: Any, part: str, above: str, item: str) -> str | int:
+def _key_or_index(target: Any, part: str, above: str, item: str) -> str | int:
     """Return the key or index of `part` in `target`, and add an empty entry for a new one."""
     if isinstance(target, dict):
         target.setdefault(part, None)
         return part
     if not isinstance(target, list):
-        raise UserError(f"{item}: '{above}' is {_kind(target)}: it has no '{part}' in it.")
+        raise UserError(f"{item}: '{above}' is {_describe_content(target)}: it has no '{part}' in it.")
     size = len(target)
     if not (part.isascii() and part.isdigit()):
         entries = f"its entries are 0 to {size - 1}" if size else "it has no entries yet"
@@ -127,12 +127,12 @@ def _parse(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         # PyYAML lets such errors through for values that do not fit their tag or look like a date or number.
         raise UserError(f"{where}: not valid YAML: a value does not fit its kind ({error}). Quote it.") from error
-    if _size(content) > MAX_SIZE:
+    if _expanded_size(content) > MAX_SIZE:
         raise UserError(f"{where}: is nested more than {MAX_DEPTH} levels deep, or far too large.")
     return content
 
 
-def _size(content: Any, depth: int = 0, known: dict[int, int] | None = None) -> int:
+def _expanded_size(content: Any, depth: int = 0, known: dict[int, int] | None = None) -> int:
     """Count the values with every anchor expanded, without expanding any; more than MAX_SIZE for a cycle."""
     if depth > MAX_DEPTH:
         return MAX_SIZE + 1
@@ -142,7 +142,7 @@ def _size(content: Any, depth: int = 0, known: dict[int, int] | None = None) -> 
     if id(content) not in known:
         known[id(content)] = MAX_SIZE + 1  # if it is reached again before its size is known, it contains itself
         inner = content.values() if isinstance(content, dict) else content
-        known[id(content)] = 1 + sum(_size(item, depth + 1, known) for item in inner)
+        known[id(content)] = 1 + sum(_expanded_size(item, depth + 1, known) for item in inner)
     return known[id(content)]
 
 
@@ -155,5 +155,5 @@ def copy_tree(content: Any, change: Callable[[Any], Any] = lambda value: value) 
     return change(content)
 
 
-def _kind(content: Any) -> str:
+def _describe_content(content: Any) -> str:
     return "a list" if isinstance(content, list) else f"the single value {content!r}"

@@ -101,14 +101,14 @@ def prepare(config: Config, tokenizer: Any) -> Prepared | None:
     """Prepare a config's data, or read it from the cache if nothing that shapes it changed; None: all is streamed."""
     entries = _entries(config, tokenizer, None)
     trains = any(not entry.opened.evaluation for entry in entries)
-    return _cached(config, tokenizer, entries, trains=trains) if entries else None
+    return _prepare_cached(config, tokenizer, entries, trains=trains) if entries else None
 
 
 def preview(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data for a report on it: of streams, the first rows."""
     held_out = int(config.data.val_set_size)
     entries = _entries(config, tokenizer, PREVIEWED_ROWS + held_out)
-    return _cached(config, tokenizer, entries, trains=all(not row.streaming for row in config.data.datasets))
+    return _prepare_cached(config, tokenizer, entries, trains=all(not row.streaming for row in config.data.datasets))
 
 
 def _entries(config: Config, tokenizer: Any, first: int | None) -> tuple[Entry, ...]:
@@ -132,9 +132,9 @@ def prepare_given(
     opened = OpenedDataset(spec, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
     entries = (build_entry(config, tokenizer, opened, 0),)
     if keep:
-        return _cached(config, tokenizer, entries, trains=trains)
+        return _prepare_cached(config, tokenizer, entries, trains=trains)
     with tempfile.TemporaryDirectory() as target:
-        _build(config, entries, Path(target))
+        _write_prepared(config, entries, Path(target))
         return _read_from(entries, Path(target), in_memory=True)
 
 
@@ -144,14 +144,14 @@ def build_entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: i
     return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
 
-def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
+def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
     data = config.data
     folder = Path(data.prepared_path).expanduser() / cache.digest(_shaped_by(config, tokenizer, entries))
     cached = not data.skip_prepare and is_whole(folder)
     if not cached:
         if folder.exists() and not data.skip_prepare:
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
-        cache.write_folder(folder, lambda target: _build(config, entries, target), replace=data.skip_prepare)
+        cache.write_folder(folder, lambda target: _write_prepared(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
@@ -184,7 +184,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     return shape
 
 
-def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
+def _write_prepared(config: Config, entries: Sequence[Entry], target: Path) -> None:
     """Encode everything and write it to `target`, under a progress bar on stderr if that is a terminal."""
     from rich import progress
     from rich.console import Console
@@ -226,7 +226,7 @@ class _Builder:
     def __init__(self, config: Config, jobs: Sequence[EncodeJob], target: Path) -> None:
         self.config, self.target = config, target
         self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
-        self.names: set[str] = set()
+        self.column_names: set[str] = set()
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
@@ -242,7 +242,7 @@ class _Builder:
         rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
-        self.names |= chunk.names
+        self.column_names |= chunk.column_names
         if chunk.digests:
             fresh: list[bool] = []
             for digest in chunk.digests:
@@ -279,7 +279,7 @@ class _Builder:
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
         np.save(self.target / "order.npy", order)
         np.save(self.target / "origin.npy", np.concatenate([np.zeros((0, 3), np.int64), *self.origin]))
-        saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
+        saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.column_names)}
         (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
 
     def _ordered(self) -> NDArray[np.int64]:
@@ -351,7 +351,7 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         cut = {name: decode(ids) for name, ids in after.items() if ids != before[name]}
         # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
         text = json.loads(json.dumps({**kept.text, **cut}, default=str)) or _decoded(kept, decode)
-        yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
+        yield {**text, **(_shown_tokens(prepared.train[number]) if tokens else {})}
 
 
 def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, str]:
@@ -360,7 +360,7 @@ def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, st
     return {"text" if name == "ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
 
 
-def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+def _shown_tokens(row: dict[str, Any]) -> dict[str, Any]:
     columns = {name: value for name, value in row.items() if name == "ids" or name.endswith("_ids")}
     if "loss_mask" in row:
         columns["loss_mask"] = [int(mark) for mark in row["loss_mask"]]

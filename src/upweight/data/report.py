@@ -43,7 +43,7 @@ class PrepareReport:
         return sum(part.kept for part in self.parts if part.evaluation)
 
     def lines(self) -> list[str]:
-        lines = [_line(part) for part in self.parts]
+        lines = [_entry_line(part) for part in self.parts]
         if self.lengths:
             lines.append(f"{'tokens':<12}" + "".join(f"{head:>8}" for head in next(iter(self.lengths.values()))))
             for name, values in self.lengths.items():
@@ -61,7 +61,7 @@ class PrepareReport:
 REPORT_JSON = TypeAdapter(PrepareReport)  # to and from JSON values
 
 
-def _line(part: EntryCounts) -> str:
+def _entry_line(part: EntryCounts) -> str:
     changes = [f"{count:,} dropped: {reason}" for reason, count in part.dropped.most_common()]
     changes += [f"{count:,} {note}" for note, count in part.notes.most_common()]
     use = ", for evaluation" if part.evaluation else ""

@@ -118,12 +118,12 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
         labels = [True] * len(batch["chosen"]) + [False] * len(batch["rejected"])
         return kept | {"completion": batch["chosen"] + batch["rejected"], "label": labels}
 
-    return dataset.map(unpaired, batched=True, remove_columns=_columns(dataset), **map_kwargs)
+    return dataset.map(unpaired, batched=True, remove_columns=_column_names(dataset), **map_kwargs)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
     """Unpair a dataset of pairs; return any other dataset unchanged."""
-    is_paired = {"chosen", "rejected"} <= set(_columns(dataset))
+    is_paired = {"chosen", "rejected"} <= set(_column_names(dataset))
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc) if is_paired else dataset
 
 
@@ -136,7 +136,7 @@ def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any
     def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         return {name: list(map(shortened, values)) for name, values in batch.items()}
 
-    return _mapped(dataset, cut, map_kwargs)
+    return _map_batches(dataset, cut, map_kwargs)
 
 
 def pack_dataset(
@@ -167,13 +167,13 @@ def pack_dataset(
             joined[name] = [list(chain.from_iterable(parts[at] for at in indices)) for indices in bins]
         return joined
 
-    return _mapped(dataset, packed, map_kwargs, added=() if strategy == "wrapped" else ("seq_lengths",))
+    return _map_batches(dataset, packed, map_kwargs, added=() if strategy == "wrapped" else ("seq_lengths",))
 
 
-def _mapped(dataset: Any, change: Any, map_kwargs: Mapping[str, Any] | None, added: Sequence[str] = ()) -> Any:
+def _map_batches(dataset: Any, change: Any, map_kwargs: Mapping[str, Any] | None, added: Sequence[str] = ()) -> Any:
     """Map a dataset in batches of plain lists, and restore its format."""
     if isinstance(dataset, DatasetDict):
-        return DatasetDict({name: _mapped(part, change, map_kwargs, added) for name, part in dataset.items()})
+        return DatasetDict({name: _map_batches(part, change, map_kwargs, added) for name, part in dataset.items()})
     changed = dataset.with_format(None).map(change, batched=True, **(map_kwargs or {}))
     if not isinstance(dataset, Dataset) or dataset.format["type"] is None:
         return changed
@@ -181,9 +181,9 @@ def _mapped(dataset: Any, change: Any, map_kwargs: Mapping[str, Any] | None, add
     return changed.with_format(view["type"], columns=[*view["columns"], *added], **view["format_kwargs"])
 
 
-def _columns(dataset: Any) -> list[str]:
+def _column_names(dataset: Any) -> list[str]:
     if isinstance(dataset, Mapping):
-        return _columns(next(iter(dataset.values())))
+        return _column_names(next(iter(dataset.values())))
     return dataset.column_names or list(next(iter(dataset)))
 
 

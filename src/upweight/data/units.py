@@ -17,21 +17,21 @@ MISMATCHED = -1
 def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool = False) -> list[Unit]:
     """Return the units of a step in row order, KTO's mismatched pairs last; `compare` joins both labels of a prompt."""
     if method.data == "pairs":
-        return [_pair(row, number, method) for number, row in enumerate(rows)]
+        return [_pair_unit(row, number, method) for number, row in enumerate(rows)]
     if method.data == "labelled":
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
         matched = _paired_by_prompt(matched, rows) if compare else matched
-        return matched + (_mismatched(rows, method.mismatched) if method.mismatched else [])
-    return [Unit((_marked(row),), number, teacher=row.get("teacher_id")) for number, row in enumerate(rows)]
+        return matched + (_mismatched_units(rows, method.mismatched) if method.mismatched else [])
+    return [Unit((_text_sample(row),), number, teacher=row.get("teacher_id")) for number, row in enumerate(rows)]
 
 
-def _marked(row: Mapping[str, Any]) -> Sample:
+def _text_sample(row: Mapping[str, Any]) -> Sample:
     """Build the sample of a text with its mask, or of steps with their labels."""
     if "loss_mask" in row:
         loss_mask = np.asarray(row["loss_mask"], np.bool_)
-        return Sample(_ids(row["ids"]), loss_mask, **_teacher_lists(row, loss_mask))
-    labels = _ids(row["labels"])
-    return Sample(_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
+        return Sample(_as_ids(row["ids"]), loss_mask, **_teacher_lists(row, loss_mask))
+    labels = _as_ids(row["labels"])
+    return Sample(_as_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
 
 
 def _teacher_lists(row: Mapping[str, Any], loss_mask: NDArray[np.bool_]) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def filled_lists(ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]])
     return {"teacher_ids": filled[0].astype(np.int64), "teacher_logps": filled[1].astype(np.float32)}
 
 
-def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
+def _pair_unit(row: Mapping[str, Any], number: int, method: Method) -> Unit:
     sides = []
     for side in ("chosen", "rejected"):
-        prompt, completion = _ids(row["prompt_ids"]), _ids(row[f"{side}_ids"])
+        prompt, completion = _as_ids(row["prompt_ids"]), _as_ids(row[f"{side}_ids"])
         if method.head == "sequence_score":  # a reward head scores the last position
             ids = np.concatenate([prompt, completion])
             sides.append(Sample(ids, np.arange(len(ids)) == len(ids) - 1, labels=np.zeros(1, np.int64)))
@@ -77,7 +77,7 @@ def _completion(
 
 def _labelled(prompt: Mapping[str, Any], completion: Mapping[str, Any], label: int) -> Sample:
     ref_logps = completion.get("ref_completion_logps") if label != MISMATCHED else None
-    sample = _completion(_ids(prompt["prompt_ids"]), _ids(completion["completion_ids"]), ref_logps=ref_logps)
+    sample = _completion(_as_ids(prompt["prompt_ids"]), _as_ids(completion["completion_ids"]), ref_logps=ref_logps)
     return replace(sample, label=label, prompt=None)
 
 
@@ -86,7 +86,7 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
     result: list[Unit | None] = []
     waiting: dict[tuple[bytes, bool], list[int]] = {}
     for index, (unit, row) in enumerate(zip(units, rows, strict=True)):
-        prompt, desirable = _ids(row["prompt_ids"]).tobytes(), bool(row["label"])
+        prompt, desirable = _as_ids(row["prompt_ids"]).tobytes(), bool(row["label"])
         if partners := waiting.get((prompt, not desirable)):
             partner = units[first := partners.pop(0)]
             pair = (unit, partner) if desirable else (partner, unit)
@@ -98,7 +98,7 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
     return [unit for unit in result if unit is not None]
 
 
-def _mismatched(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all"]) -> list[Unit]:
+def _mismatched_units(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all"]) -> list[Unit]:
     """Build units of prompts with completions of other rows: the previous row's, or every other row's."""
     count = len(rows)
     rotated = [(number, number - 1) for number in range(count) if count > 1]
@@ -106,5 +106,5 @@ def _mismatched(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all
     return [Unit((_labelled(rows[prompt], rows[completion], MISMATCHED),), prompt) for prompt, completion in pairs]
 
 
-def _ids(values: Any) -> NDArray[np.int64]:
+def _as_ids(values: Any) -> NDArray[np.int64]:
     return np.asarray(values, np.int64)

@@ -92,7 +92,7 @@ class Chunk:
     batch: pa.RecordBatch
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
-    names: set[str]  # columns that any record has
+    column_names: set[str]  # that any record has
     rank_N: list[float]  # values of `curriculum_column` of the records kept, where it is set
     digests: list[bytes]  # of the records kept, for deduplication
     signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
@@ -116,7 +116,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_work, *task))
+            waiting.append(pool.submit(_encode_job, *task))
             if len(waiting) > 2 * count:
                 yield waiting.popleft().result()
         while waiting:
@@ -143,7 +143,7 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
     keep_pages_shared()
 
 
-def _work(number: int, start: int) -> Chunk:
+def _encode_job(number: int, start: int) -> Chunk:
     return encode_chunk(_jobs_of_process, number, start)
 
 
@@ -153,7 +153,7 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
     rows = job.rows.take(start, stop)
-    encoded = _encode(job, rows, start)
+    encoded = _encode_rows(job, rows, start)
     users = [name for name in ("filter", "transform") if getattr(job.encoder, name)]
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
@@ -231,7 +231,7 @@ def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str
     return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
 
 
-def _encode(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) -> list[list[Record]]:
+def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) -> list[list[Record]]:
     try:
         return job.encoder.encode_many(rows)
     except RowError:
@@ -248,11 +248,11 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
-        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_remedy(job)}"
+        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job)}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _remedy(job: EncodeJob) -> str:
+def _rename_advice(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
     kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
@@ -276,10 +276,10 @@ def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
     """Return stored rows with only the columns in `names`; those stored as JSON become columns again."""
     kept = [name for name in stored.column_names if name in names or name == OTHERS]
     rows = stored.select_columns(kept)
-    return rows.with_transform(partial(_unfold, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
+    return rows.with_transform(partial(_columns_from_json, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
 
 
-def _unfold(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _columns_from_json(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Turn the columns that were stored as JSON back into columns; a missing value is None."""
     if OTHERS not in columns:
         return columns

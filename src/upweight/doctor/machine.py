@@ -22,16 +22,16 @@ def check_machine() -> list[Finding]:
         required = Requirement(line)
         if required.marker is None or required.marker.evaluate({"extra": ""}):
             wanted[required.name] = str(required.specifier)
-    versions = [_version(name, allowed) for name, allowed in wanted.items()]
+    versions = [_check_version(name, allowed) for name, allowed in wanted.items()]
     findings = [version for version in versions if version.wrong]
     if not findings:
         named = ("Python", "torch", "transformers", "peft")
         shown = ", ".join(f"{version.what} {version.says}" for version in versions if version.what in named)
         findings = [Finding("ok", "versions", f"{shown}; all {len(versions)} versions are supported")]
-    return [*findings, *_devices()]
+    return [*findings, *_check_devices()]
 
 
-def _version(name: str, allowed: str) -> Finding:
+def _check_version(name: str, allowed: str) -> Finding:
     """Compare the installed version of a package with the supported range."""
     try:
         version = platform.python_version() if name == "Python" else importlib.metadata.version(name)
@@ -45,7 +45,7 @@ def _version(name: str, allowed: str) -> Finding:
     return Finding("warning", name, says, remedy, evidence)
 
 
-def _devices() -> Iterator[Finding]:
+def _check_devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "torch sees none" if built else "this torch was built without CUDA"

@@ -42,10 +42,10 @@ def check_run(folder: Path) -> list[Finding]:
         for step, path, reason in checkpoints
         if reason is not None
     ]
-    return [_state(rows, record, state, whole), *damaged, *_health(rows)]
+    return [_run_state(rows, record, state, whole), *damaged, *_check_health(rows)]
 
 
-def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
+def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
     """Report whether the run is running or how it ended; `whole` is the step of its last whole checkpoint."""
     last, planned = max((row["step"] for row in rows), default=0), record.get("max_steps")
     where = f"at step {last}" + (f" of {planned}" if planned else "")
@@ -57,8 +57,8 @@ def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
     endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
-        "stopped": ("warning", f"was stopped {where}", _resume(whole)),
-        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume(whole)}"),
+        "stopped": ("warning", f"was stopped {where}", _resume_advice(whole)),
+        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume_advice(whole)}"),
         "running": ("ok", f"is running, {where}", ""),
         "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS),
     }
@@ -66,7 +66,7 @@ def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole
     return Finding(level, "run", says, remedy, evidence)
 
 
-def _health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
+def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
     """Apply the health rules to the logged metrics."""
     if not rows:
         yield Finding("warning", "metrics", f"{METRICS} has no rows", "the run ended before its first log: see above")
@@ -80,7 +80,7 @@ def _health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
 
 
-def _resume(whole: int | None) -> str:
+def _resume_advice(whole: int | None) -> str:
     """Return the remedy: resume from the last complete checkpoint, or start again where there is none."""
     if whole is None:
         return "there is no whole checkpoint to resume from: start again; save_steps sets how often they are written"

@@ -72,7 +72,7 @@ class ActivationBudget:
         free = torch.cuda.mem_get_info(device)[0] + cached  # bytes that this process can still allocate
         if self.bytes_for_token is None:
             self.budget = KEPT_FRACTION * (free - self.reserved)
-            self._measure(self.layers[-1], tokens, device)
+            self._measure_layer(self.layers[-1], tokens, device)
             self.apply(1)
         else:
             budget = min(self.budget, KEPT_FRACTION * free)
@@ -84,7 +84,7 @@ class ActivationBudget:
         for number, layer in enumerate(self.layers):
             layer.gradient_checkpointing = number < first_kept
 
-    def _measure(self, layer: nn.Module, tokens: int, device: torch.device) -> None:
+    def _measure_layer(self, layer: nn.Module, tokens: int, device: torch.device) -> None:
         """Measure how much memory the next forward of one layer leaves allocated."""
         before: list[int] = []
 

@@ -62,7 +62,7 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
 
     `dtype` is that of the forward in mixed precision. Every rank runs as many forwards, whatever its batch holds.
     """
-    sequences = _sequences(batch)
+    sequences = _pick_sequences(batch)
     exact = _is_exact(model, dtype or next(iter(model.parameters())).dtype)
     limit = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
     differences: list[Tensor] = []
@@ -95,15 +95,15 @@ def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype:
     equal = ParityCheck(0.0, limit, "gradients", _ADVICE[engine.layout])
     if not weights:
         return equal
-    sequences = _sequences(batch)
+    sequences = _pick_sequences(batch)
     with torch.enable_grad(), dropout_off(model):
         values = _engine_output(engine, model, batch)
-        ours = _gradient(torch.cat([values[sequence.where_T].flatten() for sequence in sequences]).sum(), weights)
+        ours = _gradient_of(torch.cat([values[sequence.where_T].flatten() for sequence in sequences]).sum(), weights)
         if engine.context is not None:
             dist.all_reduce(ours, group=engine.context.group)
         plain = torch.zeros_like(ours)
         for sequence in sequences:
-            plain += _gradient(_model_logps_or_scores(engine, model, sequence).float().sum(), weights)
+            plain += _gradient_of(_model_logps_or_scores(engine, model, sequence).float().sum(), weights)
     if not bool(plain.any()) and not bool(ours.any()):
         return equal
     return dataclasses.replace(equal, difference=1 - float(torch.cosine_similarity(ours, plain, dim=0)))
@@ -114,7 +114,7 @@ def _is_exact(model: nn.Module, dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in model.parameters())
 
 
-def _gradient(total: Tensor, weights: list[nn.Parameter]) -> Tensor:
+def _gradient_of(total: Tensor, weights: list[nn.Parameter]) -> Tensor:
     """Return the gradients of a sum with respect to some weights, concatenated."""
     grads = torch.autograd.grad(total, weights, allow_unused=True, materialize_grads=True)
     return torch.cat([grad.float().flatten() for grad in grads])
@@ -130,7 +130,7 @@ class _Sequence:
     where_T: Tensor  # its scored tokens in the batch
 
 
-def _sequences(batch: Batch) -> list[_Sequence]:
+def _pick_sequences(batch: Batch) -> list[_Sequence]:
     """Return the first sequence of a batch, its longest one and its last ones, at least up to their last source."""
     ids, width = batch.ids_BN.flatten(), batch.ids_BN.shape[1]
     last_S = torch.full((batch.num_sequences,), -1, device=ids.device)

@@ -58,7 +58,7 @@ class Engine:
         self.config = base.config
         self.scores = base.get_output_embeddings() is None
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
-        _install(base)
+        _install_forward(base)
         add_adapters_in_place(model)
         fuse_layers(model)
 
@@ -123,7 +123,7 @@ def _whole(value: Tensor | None, dtype: torch.dtype) -> Any:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(dtype)
 
 
-def _install(base: PreTrainedModel) -> None:
+def _install_forward(base: PreTrainedModel) -> None:
     """Give a model the packed forward, and its head or body the forward that this one calls."""
     if "_stock_forward" in base.__dict__:
         return
@@ -146,18 +146,18 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     """Return outputs by name: plain tensors in a dict, which is where wrappers look for them."""
     context: ContextGroup | None = packed["context"]
     if context is None:
-        return _outputs(base, packed)
+        return _local_outputs(base, packed)
     length = packed["ids_BN"].shape[1]
     scored = context.shard(packed["source_T"], length)
     featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
     local = {"source_T": scored.offset_I, "target_T": packed["target_T"][scored.computed_I]}
     if packed["teacher"] is not None:
         local["teacher"] = packed["teacher"].rows(scored.computed_I)
-    out = _outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
+    out = _local_outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
 
 
-def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
+def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
     """Compute this rank's outputs of a packed batch."""
     head = base.get_output_embeddings()
     transform: LogitTransform | None = base.__dict__.get("_logit_transform")
@@ -166,9 +166,9 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
         return _from_model_logits(base, packed, request)
     if head is None and packed["head"]:
         assert not packed["depths"], "features are read from language models"
-        scored = lambda body: _run(body, base, packed)[0].flatten(0, 1)[packed["source_T"]]  # noqa: E731
+        scored = lambda body: _run_body(body, base, packed)[0].flatten(0, 1)[packed["source_T"]]  # noqa: E731
         return {"scores_TC": scores_at(base, len(packed["source_T"]), scored)}
-    body = _run(backbone_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
+    body = _run_body(backbone_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
     out: dict[str, Tensor] = {}
     if packed["depths"]:
         states = body.hidden_states
@@ -190,7 +190,7 @@ def _head_request(packed: dict[str, Any], transform: LogitTransform) -> HeadRequ
     return HeadRequest(transform, packed["temperature"], statistics, how, teacher_transform)
 
 
-def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
+def _run_body(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
     """Call the body (or the whole stock forward) on the rows of a batch."""
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
     context: ContextGroup | None = packed["context"]
@@ -215,7 +215,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
 def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
-    logits = _run(base.__dict__["_stock_forward"], base, packed).logits
+    logits = _run_body(base.__dict__["_stock_forward"], base, packed).logits
     logits_TV, teacher = logits.flatten(0, 1)[packed["source_T"]], packed["teacher"]
     if isinstance(teacher, TeacherStates):
         logits_TV = logits_TV[:, : teacher.vocabulary]

@@ -91,7 +91,7 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
     elif getattr(head, "bias", None) is not None:
         return None
     logits = out.logits.float()
-    for transform in _candidates(config):
+    for transform in _possible_transforms(config):
         if torch.allclose(logits, transform(projected_1NV), rtol=1e-3, atol=1e-3):
             return LogitTransform(transform.scale * ratio, transform.cap)
     return None
@@ -113,7 +113,7 @@ class HiddenStatesOutput:
         return None
 
 
-def _candidates(config: Any) -> list[LogitTransform]:
+def _possible_transforms(config: Any) -> list[LogitTransform]:
     """Return the transforms that the fields of a config allow."""
     scales = [1.0]
     for name in _SCALE_FIELDS:
@@ -297,16 +297,16 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         target_T, request, teacher = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
-        kernel = _kernel(token_statistics, hidden_TD.is_cuda)
+        kernel = _maybe_compiled(token_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
         budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
         ctx.projected, ctx.teacher, ctx.width = [], teacher, len(weight_VD) * (1 if teacher is None else 2)
         start = 0
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target in zip(*_chunks(hidden_TD, ctx.width, hidden_TD, target_T), strict=True):
-                projected = project(_padded(hidden))
+                projected = project(_pad_rows(hidden))
                 given = _given(teacher, start, len(hidden), len(weight_VD))
-                for name, value in kernel(projected, _padded(target), request, given).items():
+                for name, value in kernel(projected, _pad_rows(target), request, given).items():
                     parts.setdefault(name, []).append(value[: len(hidden)])
                 budget -= projected.numel() * (1 if teacher is None else 2)
                 if budget >= 0:
@@ -329,7 +329,7 @@ class _LinearStatistics(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         project = _projection(hidden_TD, weight_VD, bias_V)
         weight = weight_VD.to(hidden_TD.dtype)
-        kernel = _kernel(token_gradient, hidden_TD.is_cuda)
+        kernel = _maybe_compiled(token_gradient, hidden_TD.is_cuda)
         grad_hidden = torch.empty_like(hidden_TD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
@@ -339,15 +339,15 @@ class _LinearStatistics(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target, *rest in zip(*_chunks(hidden_TD, ctx.width, *columns), strict=True):
                 rows = len(hidden)
-                values = [_padded(value) for value in rest]
+                values = [_pad_rows(value) for value in rest]
                 statistics = dict(zip(ctx.kept, values, strict=False))
                 grads = dict(zip(reached, values[len(kept) :], strict=True))
                 if ctx.projected:
                     projected, given = ctx.projected.pop(0)
                 else:
-                    projected = project(_padded(hidden))
+                    projected = project(_pad_rows(hidden))
                     given = _given(ctx.teacher, start, rows, len(weight_VD))
-                grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads, teacher=given)[:rows]
+                grad_TV = kernel(projected, _pad_rows(target), ctx.request, statistics, grads, teacher=given)[:rows]
                 if grad_hidden is not None:
                     torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
                 if grad_weight is not None:
@@ -362,7 +362,7 @@ class _LinearStatistics(torch.autograd.Function):
 
 def _given(teacher: Teacher | None, start: int, rows: int, columns: int) -> Tensor | None:
     """Return what a teacher gives for a chunk of scored tokens."""
-    return None if teacher is None else _padded(teacher.rows(slice(start, start + rows)).values(columns))
+    return None if teacher is None else _pad_rows(teacher.rows(slice(start, start + rows)).values(columns))
 
 
 def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -382,13 +382,13 @@ def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
         total_VD += grad_TV.t() @ hidden_TD
 
 
-def _padded(rows: Tensor) -> Tensor:
+def _pad_rows(rows: Tensor) -> Tensor:
     """On a GPU, pad rows with zeros to a multiple of the step."""
     missing = -len(rows) % _TOKEN_STEP if rows.is_cuda else 0
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 @functools.cache
-def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """Return a row function, or its compiled form: eager passes over a chunk cost as much as its projection."""
     return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function

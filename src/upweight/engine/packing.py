@@ -40,7 +40,7 @@ def build_batch(
         units, predict = [Unit((Sample(ids=np.zeros(1, np.int64), loss_mask=np.ones(1, np.bool_)),))], False
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
-    return _batch(units, samples, predict, tokens)
+    return _assemble_batch(units, samples, predict, tokens)
 
 
 def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:
@@ -48,7 +48,7 @@ def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:
     samples = [sample for unit in units for sample in unit.samples]
     empty = torch.zeros((1, 0), dtype=torch.int64)
     paths = [np.zeros(len(sample.ids), np.int64) for sample in samples]
-    return _batch(units, samples, predict, _Tokens(empty, empty, empty, None, paths))
+    return _assemble_batch(units, samples, predict, _Tokens(empty, empty, empty, None, paths))
 
 
 class _Tokens(NamedTuple):
@@ -61,7 +61,7 @@ class _Tokens(NamedTuple):
     paths: list[NDArray[np.int64]]
 
 
-def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, tokens: _Tokens) -> Batch:
+def _assemble_batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, tokens: _Tokens) -> Batch:
     """Build a batch from tokens in their layout, their scored positions and the fields of units and samples."""
     scored = [np.flatnonzero(sample.loss_mask) for sample in samples]
     kept = [slice(int(predict and at[:1].tolist() == [0]), None) for at in scored]
@@ -77,21 +77,21 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         target_T=torch.from_numpy(np.concatenate(targets)),
         sequence_T=torch.from_numpy(np.repeat(np.arange(len(samples)), [len(at) for at in scored])),
         num_sequences=len(samples),
-        pair_P2=_pairs(units),
-        margin_P=_tensor([unit.margin for unit in units], torch.float32),
-        label_S=_tensor([sample.label for sample in samples], torch.int64),
-        advantage_S=_tensor([sample.advantage for sample in samples], torch.float32),
+        pair_P2=_pair_sequences(units),
+        margin_P=_optional_tensor([unit.margin for unit in units], torch.float32),
+        label_S=_optional_tensor([sample.label for sample in samples], torch.int64),
+        advantage_S=_optional_tensor([sample.advantage for sample in samples], torch.float32),
         advantage_T=_token_advantages(samples, kept),
         share_S=torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None,
-        prompt_T=_joined([s.prompt for s in samples], kept, torch.bool),
-        old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
-        sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
-        ref_logps_T=_joined([s.ref_logps for s in samples], kept, torch.float32),
-        version_T=_joined([None if s.lag is None else s.versions for s in samples], kept, torch.float32),
-        lag_T=_joined([s.lag for s in samples], kept, torch.float32),
+        prompt_T=_concat_kept([s.prompt for s in samples], kept, torch.bool),
+        old_logps_T=_concat_kept([s.old_logps for s in samples], kept, torch.float32),
+        sampler_logps_T=_concat_kept([s.sampler_logps for s in samples], kept, torch.float32),
+        ref_logps_T=_concat_kept([s.ref_logps for s in samples], kept, torch.float32),
+        version_T=_concat_kept([None if s.lag is None else s.versions for s in samples], kept, torch.float32),
+        lag_T=_concat_kept([s.lag for s in samples], kept, torch.float32),
         longest=max(map(len, scored), default=0),
-        teacher_ids_TK=_joined(_as_wide([s.teacher_ids for s in samples], -1), kept, torch.int64),
-        teacher_logps_TK=_joined(_as_wide([s.teacher_logps for s in samples], -np.inf), kept, torch.float32),
+        teacher_ids_TK=_concat_kept(_as_wide([s.teacher_ids for s in samples], -1), kept, torch.int64),
+        teacher_logps_TK=_concat_kept(_as_wide([s.teacher_logps for s in samples], -np.inf), kept, torch.float32),
     )
 
 
@@ -111,7 +111,7 @@ def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout
     bounds = costs.cut(high)
     rows = [(costs.of(i, j), sorted(u for atom in atoms[i:j] for u in atom)) for i, j in bounds]
     rows += [(0, [])] * (count - len(rows))
-    return _distributed(rows, ranks)
+    return _distribute_rows(rows, ranks)
 
 
 def row_tokens(units: Sequence[Unit], layout: Layout = "tree") -> int:
@@ -197,7 +197,7 @@ def _padded_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | Non
     return _Tokens(torch.from_numpy(ids), position_BN, None, length_B, paths)
 
 
-def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
+def _concat_kept(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
     """Return the kept parts of all samples' arrays concatenated, or None when an array is missing."""
     parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
@@ -220,10 +220,10 @@ def _token_advantages(samples: Sequence[Sample], kept: Sequence[slice]) -> Tenso
         np.full(int(s.loss_mask.sum()), s.advantage or 0.0) if s.token_advantages is None else s.token_advantages
         for s in samples
     ]
-    return _joined(each, kept, torch.float32)
+    return _concat_kept(each, kept, torch.float32)
 
 
-def _pairs(units: Sequence[Unit]) -> Tensor | None:
+def _pair_sequences(units: Sequence[Unit]) -> Tensor | None:
     """Return the sequence numbers of (chosen, rejected) of the units that are pairs, or None without pairs."""
     ends = np.cumsum([len(unit.samples) for unit in units])
     firsts = [int(end) - 2 for unit, end in zip(units, ends, strict=True) if len(unit.samples) == 2]
@@ -232,7 +232,7 @@ def _pairs(units: Sequence[Unit]) -> Tensor | None:
     return torch.tensor([[first, first + 1] for first in firsts], dtype=torch.int64).view(-1, 2)
 
 
-def _tensor(values: Sequence[float | int | None], dtype: torch.dtype) -> Tensor | None:
+def _optional_tensor(values: Sequence[float | int | None], dtype: torch.dtype) -> Tensor | None:
     """Return the values as a tensor, or None when a value is missing."""
     return None if any(value is None for value in values) else torch.tensor(values, dtype=dtype)
 
@@ -266,7 +266,7 @@ def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[li
     index[order] = np.arange(len(order))
     unit = np.repeat(np.arange(len(units)), [len(unit.samples) for unit in units])
     group = np.unique([unit.group for unit in units], return_inverse=True)[1][unit]
-    tour = np.lexsort((index, _first(index, unit), _first(index, group)))
+    tour = np.lexsort((index, _first_of_cluster(index, unit), _first_of_cluster(index, group)))
     index, unit, group = index[tour], unit[tour], group[tour]
 
     # A sample adds to a tree at most what it does not share with the sample before it.
@@ -292,7 +292,7 @@ def _padded_atoms(units: Sequence[Unit]) -> tuple[list[list[int]], _Costs]:
     return [[u] for u in order.tolist()], _Costs(np.zeros_like(order), longest[order], samples[order])
 
 
-def _first(index: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.int64]:
+def _first_of_cluster(index: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each sample the smallest index in its cluster (its unit or group)."""
     first = np.full(cluster.max() + 1, len(index))
     np.minimum.at(first, cluster, index)
@@ -310,7 +310,7 @@ def _shared_between(shared: NDArray[np.int64], index: NDArray[np.int64]) -> NDAr
     return np.concatenate([[0], between])
 
 
-def _distributed(rows: list[tuple[int, list[int]]], ranks: int) -> list[list[list[int]]]:
+def _distribute_rows(rows: list[tuple[int, list[int]]], ranks: int) -> list[list[list[int]]]:
     """Distribute rows with their costs: ranks run rows of similar size at the same time, and get similar sums."""
     rows = sorted(rows, key=lambda row: -row[0])
     by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]

@@ -66,7 +66,7 @@ def _body_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
     """Return whether only the last token determines the score of a text, or each token has a score."""
-    # As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_columns`.
+    # As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_first_columns`.
     if not hasattr(base.config.get_text_config(), "hidden_size"):  # several bodies, each with a size of its own
         return False
     inside = set(body.modules())
@@ -77,7 +77,7 @@ def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
     try:
         for tokens in ([], [2], [0, 1]):
             marked_1ND = hidden_1ND.index_fill(1, torch.tensor(tokens, dtype=torch.int64), 1.0)
-            forwards = {**dict.fromkeys(after, _columns), body: HiddenStatesOutput(marked_1ND)}
+            forwards = {**dict.fromkeys(after, _first_columns), body: HiddenStatesOutput(marked_1ND)}
             with replaced_forwards(forwards), without_padding(base.config):
                 outputs.append(base.forward(input_ids=torch.zeros((1, 3), dtype=torch.int64), use_cache=False).logits)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):  # it reads another output of its body
@@ -88,7 +88,7 @@ def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
     return unmarked.ndim == 2 and not torch.equal(unmarked, last) and torch.equal(unmarked, first)
 
 
-def _columns(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _first_columns(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return as many columns of the input as the module has outputs, without mixing tokens."""
     width = getattr(self, "out_features", x.shape[-1])
     return x[..., torch.arange(width) % x.shape[-1]]

@@ -28,10 +28,10 @@ def call_format_of(template: str) -> str:
     return "llama3" if PYTHON_TAG in template or '"parameters"' in template else "json"
 
 
-def _hermes(text: str) -> Parsed:
+def _parse_hermes(text: str) -> Parsed:
     calls: list[ToolCall] = []
     for match in HERMES.finditer(text):
-        calls += _parse(match[1]) if match[2] else [_malformed("the call has no closing </tool_call>")]
+        calls += _parse_calls(match[1]) if match[2] else [_malformed_call("the call has no closing </tool_call>")]
     return HERMES.sub("", text).strip(), calls
 
 
@@ -41,10 +41,10 @@ def _llama3(text: str) -> Parsed:
         content, calls = "", text.strip()
         if not _begins_a_call(calls):
             return text, []
-    return content.strip(), [call for part in _split_objects(calls) for call in _parse(part)]
+    return content.strip(), [call for part in _split_objects(calls) for call in _parse_calls(part)]
 
 
-def _json(text: str) -> Parsed:
+def _parse_json_calls(text: str) -> Parsed:
     """Parse every JSON object with a name and arguments as a call, in a code fence or not."""
     calls: list[ToolCall] = []
     rest, start = [], 0
@@ -54,12 +54,12 @@ def _json(text: str) -> Parsed:
         except UNREADABLE as error:
             rest.append(text[start : brace + 1])
             if _begins_a_call(text[brace:]):
-                calls.append(_malformed(f"the call is no JSON: {error}"))
+                calls.append(_malformed_call(f"the call is no JSON: {error}"))
             start = brace + 1
             continue
         is_call = isinstance(value, dict) and "name" in value and any(key in value for key in ARGUMENTS)
         rest.append(text[start:brace] if is_call else text[start:end])
-        calls += [_call(value)] if is_call else []
+        calls += [_call_of_json(value)] if is_call else []
         start = end
     rest.append(text[start:])
     return (FENCE.sub("", "".join(rest)) if calls else text).strip(), calls
@@ -80,31 +80,31 @@ def _split_objects(text: str) -> Iterator[str]:
         text = text[end:]
 
 
-def _parse(text: str) -> list[ToolCall]:
+def _parse_calls(text: str) -> list[ToolCall]:
     try:
         value = json.loads(text)
     except UNREADABLE as error:
-        return [_malformed(f"the call is no JSON: {error}")]
-    return [_call(entry) for entry in (value if isinstance(value, list) else [value])]
+        return [_malformed_call(f"the call is no JSON: {error}")]
+    return [_call_of_json(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
-def _call(value: Any) -> ToolCall:
+def _call_of_json(value: Any) -> ToolCall:
     """Return the call of a JSON object; its arguments may be a JSON string."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return _malformed("the call names no tool")
+        return _malformed_call("the call names no tool")
     arguments = next((value[key] for key in ARGUMENTS if key in value), {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except UNREADABLE as error:
-            return _malformed(f"the arguments are no JSON: {error}", value["name"])
+            return _malformed_call(f"the arguments are no JSON: {error}", value["name"])
     if not isinstance(arguments, dict):
-        return _malformed("the arguments are no object", value["name"])
+        return _malformed_call("the arguments are no object", value["name"])
     return ToolCall(value["name"], arguments, id=value.get("id") if isinstance(value.get("id"), str) else None)
 
 
-def _malformed(problem: str, name: str = "") -> ToolCall:
+def _malformed_call(problem: str, name: str = "") -> ToolCall:
     return ToolCall(name, {}, error=f"{problem}; {REMEDY}")
 
 
-FORMATS: dict[str, Callable[[str], Parsed]] = {"hermes": _hermes, "llama3": _llama3, "json": _json}
+FORMATS: dict[str, Callable[[str], Parsed]] = {"hermes": _parse_hermes, "llama3": _llama3, "json": _parse_json_calls}

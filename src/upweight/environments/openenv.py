@@ -80,7 +80,7 @@ class OpenEnv(Environment):
     async def start(self) -> None:
         """Wait for the server; by its schema, turns act through MCP tools, as the text of one field, or by `step`."""
         with activity(f"waiting for the OpenEnv server at {self.url} (environment.wait: {self.wait:g} s)"):
-            schema = await self._schema()
+            schema = await self._fetch_schemas()
         known = (schema.get("observation") or {}).get("properties") or {}
         if self.observation is not None and known and self.observation not in known:
             problem = f"'{self.observation}' is no field of what {self.url} shows"
@@ -101,9 +101,9 @@ class OpenEnv(Environment):
             required = [name for name in action.get("required") or () if name in fields]
             parameters = {"type": "object", "properties": fields, "required": required}
             parameters |= {"$defs": action["$defs"]} if "$defs" in action else {}
-            self.tools = [_tool(STEP, str(action.get("description") or "Act on the environment."), parameters)]
+            self.tools = [_tool_schema(STEP, str(action.get("description") or "Act on the environment."), parameters)]
 
-    async def _schema(self) -> dict[str, Any]:
+    async def _fetch_schemas(self) -> dict[str, Any]:
         """Wait for the server and return the schemas of its actions and observations."""
         clock, attempt = asyncio.get_running_loop().time, 0
         stop = clock() + self.wait
@@ -146,15 +146,15 @@ class OpenEnvEpisode(Episode):
             raise UserError(f"environment.columns: the data has no column {', '.join(missing)}; it has {has}")
         arguments = {name: row[name] for name in names if row[name] is not None}
         try:
-            result = await self._reset(arguments)
+            result = await self._begin_episode(arguments)
         except ActionRejected as error:
             raise OpenEnvFault(f"reset was refused: {error}") from error
         tools = self.environment.tools
         if self.environment.mcp:
-            listed = (await self._act({"type": "list_tools"})).get("observation") or {}
+            listed = (await self._send_action({"type": "list_tools"})).get("observation") or {}
             offered = [(tool, tool.get("input_schema") or {}) for tool in listed.get("tools") or ()]
-            tools = [_tool(tool["name"], tool.get("description") or "", schema) for tool, schema in offered]
-        return Opening(opening_messages(row.get("prompt"), self._text(result)), tools)
+            tools = [_tool_schema(tool["name"], tool.get("description") or "", schema) for tool, schema in offered]
+        return Opening(opening_messages(row.get("prompt"), self._text_of_result(result)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
         """Step once with plain text, or once for each call; a turn without a call ends the episode."""
@@ -164,7 +164,7 @@ class OpenEnvEpisode(Episode):
             return Reply() if self.done else Reply([{"role": "user", "content": text}])
         messages: list[Message] = []
         for call in turn.calls:
-            messages.append(tool_message(call, await self._call(call)))
+            messages.append(tool_message(call, await self._call_tool(call)))
             if self.done:
                 break
         failed = sum(str(message["content"]).startswith(ERROR) for message in messages)
@@ -188,7 +188,7 @@ class OpenEnvEpisode(Episode):
         except (OSError, ConnectionClosed):  # closed already
             socket.transport.abort()
 
-    async def _call(self, call: ToolCall) -> str:
+    async def _call_tool(self, call: ToolCall) -> str:
         if call.error:
             return f"{ERROR}{call.error}"
         if self.environment.mcp:
@@ -200,16 +200,16 @@ class OpenEnvEpisode(Episode):
     async def _step(self, action: Mapping[str, Any]) -> str:
         """Return what the policy reads after an action: the observation, or why the action was rejected."""
         try:
-            result = await self._act(action)
+            result = await self._send_action(action)
         except ActionRejected as error:
             return f"{ERROR}{error}"
         self.steps += 1
         if result.get("reward") is not None:
             self.rewards.append(float(result["reward"]))
         self.done = bool(result.get("done"))
-        return self._text(result)
+        return self._text_of_result(result)
 
-    def _text(self, result: Mapping[str, Any]) -> str:
+    def _text_of_result(self, result: Mapping[str, Any]) -> str:
         observation = result.get("observation") or {}
         if (name := self.environment.observation) in observation:
             return as_text(observation[name])
@@ -221,7 +221,7 @@ class OpenEnvEpisode(Episode):
             return text
         return as_text(shown) if shown else ""
 
-    async def _reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def _begin_episode(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Begin an episode; wait while the server is away or full."""
         clock, attempt = asyncio.get_running_loop().time, 0
         stop = clock() + self.environment.wait
@@ -234,7 +234,7 @@ class OpenEnvEpisode(Episode):
                     ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
                     proxy=None if self.environment.local else True,
                 )
-                return await self._ask("reset", arguments)
+                return await self._request("reset", arguments)
             except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
                 await self.close()
                 if clock() > stop:
@@ -242,14 +242,14 @@ class OpenEnvEpisode(Episode):
             await asyncio.sleep(_backoff(attempt))
             attempt += 1
 
-    async def _act(self, action: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send_action(self, action: Mapping[str, Any]) -> dict[str, Any]:
         """Return observation, reward and done after an action."""
         try:
-            return await self._ask("step", action)
+            return await self._request("step", action)
         except (OSError, ConnectionClosed) as error:
             raise OpenEnvFault(f"the connection was lost: {error}") from error
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
             await self.socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
         try:
@@ -263,7 +263,7 @@ class OpenEnvEpisode(Episode):
         if not isinstance(content, dict):
             raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
         if answer["type"] == "error":
-            raise _error(content)
+            raise _fault_of(content)
         return content
 
 
@@ -279,11 +279,11 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
     return "\n".join(texts) if texts else as_text(result)
 
 
-def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
-def _error(content: Mapping[str, Any]) -> Exception:
+def _fault_of(content: Mapping[str, Any]) -> Exception:
     code, message = content.get("code"), str(content.get("message", ""))
     if code == "VALIDATION_ERROR":
         faults = [(".".join(map(str, fault.get("loc", ()))), fault.get("msg")) for fault in content.get("errors") or ()]

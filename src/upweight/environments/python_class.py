@@ -38,9 +38,9 @@ class UserCalls:
         call = partial(function, *arguments, **named)
         done: Future[Any] = Future()
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-            done = self._loop.start(_awaited(call))
+            done = self._loop.start(_await_call(call))
         else:
-            self._jobs.put(partial(_settle, call, done))
+            self._jobs.put(partial(_settle_future, call, done))
             if not self._free.acquire(blocking=False):
                 # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
                 threading.Thread(target=self._work, name="environments", daemon=True).start()
@@ -64,7 +64,7 @@ class UserCalls:
         self._loop.close()
 
 
-def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
+def _settle_future(call: Callable[[], Any], done: "Future[Any]") -> None:
     if done.set_running_or_notify_cancel():
         try:
             done.set_result(call())
@@ -73,7 +73,7 @@ def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
             done.set_exception(error if passes else _for_asyncio(error))
 
 
-async def _awaited(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+async def _await_call(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     try:
         return await call()
     except (SystemExit, KeyboardInterrupt) as error:
@@ -110,7 +110,7 @@ class PythonEnvironment(Environment):
         made = [factory for factory in factories if factory is not None]
         self.classes = [factory if inspect.isclass(factory) else type(factory()) for factory in made]
         for cls in self.classes:
-            self._check(cls)
+            self._check_class(cls)
 
     @property
     def reward_names(self) -> Sequence[str]:
@@ -134,7 +134,7 @@ class PythonEnvironment(Environment):
             raise UserError(f"column 'environment': there is no environment {name!r}; known: {known}.")
         return self.factory[str(name)]
 
-    def _check(self, cls: type) -> None:
+    def _check_class(self, cls: type) -> None:
         if not callable(getattr(cls, "reset", None)):
             raise UserError(f"{self.key}: {cls.__name__} has no method 'reset(self, **row)'.")
         methods = methods_of(cls, self.key)
@@ -157,13 +157,13 @@ class PythonEpisode(Episode):
         messages, schemas = opening_messages(row.get("prompt")), dict(self._environment.schemas)
         factory = self._environment.factory_for(row)
         if factory is not None:
-            self._object = await self._run(factory)
+            self._object = await self._run_method(factory)
             methods = methods_of(type(self._object), self._environment.key)
             self._tools |= {name: getattr(self._object, name) for name in methods}
             schemas |= methods
             chosen_by = ("environment",) if isinstance(self._environment.factory, Mapping) else ()
             columns = {name: value for name, value in row.items() if name not in ("prompt_ids", *chosen_by)}
-            observation = await self._run(self._object.reset, **_accepted(self._object.reset, columns))
+            observation = await self._run_method(self._object.reset, **_accepted_columns(self._object.reset, columns))
             if isinstance(observation, str):
                 messages = opening_messages(messages, observation)
             elif observation is not None:
@@ -181,12 +181,12 @@ class PythonEpisode(Episode):
             failed = sum(not succeeded for _, succeeded in results)
             return Reply([] if done else [message for message, _ in results], failed)
         step = getattr(self._object, "step", None)
-        return Reply() if step is None else _step_reply(await self._run(step, turn.text))
+        return Reply() if step is None else _step_reply(await self._run_method(step, turn.text))
 
     async def outcome(self) -> EpisodeOutcome:
         """Return the result of `get_reward`: a number, or several by name."""
         get_reward = getattr(self._object, "get_reward", None)
-        returned = None if get_reward is None else await self._run(get_reward)
+        returned = None if get_reward is None else await self._run_method(get_reward)
         if returned is None:
             return EpisodeOutcome(environment=self._object)
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
@@ -199,11 +199,11 @@ class PythonEpisode(Episode):
 
     async def close(self) -> None:
         if callable(getattr(self._object, "close", None)):
-            await self._run(self._object.close)
+            await self._run_method(self._object.close)
 
     async def _run_tool(self, call: ToolCall) -> tuple[Message, bool]:
         """Run a tool call; return its result as a message, and whether it succeeded."""
-        environment, problem = self._environment, call.error or _mismatch(call, self._tools)
+        environment, problem = self._environment, call.error or _call_mismatch(call, self._tools)
         content = f"error: {problem}"
         if problem is None:
             try:
@@ -217,11 +217,11 @@ class PythonEpisode(Episode):
                 problem, content = str(error), f"error: {describe_error(error)}"
         return tool_message(call, content), problem is None
 
-    async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _run_method(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await self._environment.calls(function, *arguments, limit=self._environment.timeout, **named)
 
 
-def _accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
+def _accepted_columns(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(reset).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return columns
@@ -244,7 +244,7 @@ def _messages(observation: Any) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-def _mismatch(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -> str | None:
+def _call_mismatch(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -> str | None:
     """Return why a call does not fit the functions, for the policy to read; None where it does."""
     function = functions.get(call.name)
     if function is None:

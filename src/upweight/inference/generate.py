@@ -84,15 +84,15 @@ class TextGenerator:
             numbers = [number for number, limit in enumerate(rooms) if limit == room]
             seed = None if sampling.seed is None else sampling.seed + numbers[0]
             drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed)
-            listener = _TextStream(self._text, on_text) if on_text and numbers[0] == 0 else None
+            listener = _TextStream(self._decode, on_text) if on_text and numbers[0] == 0 else None
             out = self._sampler.generate([prompts[n] for n in numbers], count, drawn, on_tokens=listener)
             for number, group in zip(numbers, out, strict=True):
-                completions[number] = [dataclasses.replace(item, text=self._text(item.ids)) for item in group]
+                completions[number] = [dataclasses.replace(item, text=self._decode(item.ids)) for item in group]
             if listener is not None:
                 listener.emit(str(completions[0][0].text))
         return completions
 
-    def _text(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         kept = ids[:-1] if ids and ids[-1] in self._ends else ids
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 

@@ -52,7 +52,7 @@ class ScoreModel:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> list[list[float]]:
         """Return the scores of each row: one, or one for each step; `first` is the first row's number, for messages."""
-        units = [self._unit(row, number) for number, row in enumerate(rows, first)]
+        units = [self._unit_of_row(row, number) for number, row in enumerate(rows, first)]
         scores: list[list[float]] = [[] for _ in units]
         (plan,) = plan_rows(units, LONGEST_ROW, layout=self.engine.layout)
         device = next(self.model.parameters()).device
@@ -62,7 +62,7 @@ class ScoreModel:
             with torch.no_grad():
                 out = self.engine(self.model, batch.to(device))
             assert out.scores_TC is not None
-            for sequence, score in zip(batch.sequence_T.tolist(), self._values(out.scores_TC).tolist(), strict=True):
+            for sequence, score in zip(batch.sequence_T.tolist(), self._scores(out.scores_TC).tolist(), strict=True):
                 scores[numbers[sequence]].append(score)
         return scores
 
@@ -73,13 +73,13 @@ class ScoreModel:
         ends = accumulate(len(text) + len(separator) for text in texts)
         return [(text, end - len(separator)) for text, end in zip(texts, ends, strict=True) if text.strip()]
 
-    def _values(self, scores_TC: Tensor) -> Tensor:
+    def _scores(self, scores_TC: Tensor) -> Tensor:
         """Return an outcome's score unchanged, and the probability of the best class for a step."""
         if self.head == "sequence_score":
             return scores_TC[:, 0]
         return scores_TC[:, 0].sigmoid() if scores_TC.shape[1] == 1 else scores_TC.softmax(-1)[:, -1]
 
-    def _unit(self, row: Mapping[str, Any], number: int) -> Unit:
+    def _unit_of_row(self, row: Mapping[str, Any], number: int) -> Unit:
         try:
             (record,) = self.encoder(self._training_columns(row))
         except RowError as error:

@@ -105,14 +105,14 @@ class EBFT(PolicyGradient, Method):
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
-        policy = self._reinforce(out, batch) if self.strided else super().loss(out, batch, prepared)
+        policy = self._reinforce_loss(out, batch) if self.strided else super().loss(out, batch, prepared)
         sums = {name: self.rl_coef * total for name, total in policy.sums.items()}
         if not self.ce_coef:
             return Loss(sums, policy.metrics)
         sums["ce_tokens"] = -self.ce_coef * torch.where(sampled_T, 0.0, logps_T).sum()
         return Loss(sums, {**policy.metrics, "ebft/ce_loss": Mean.over(-logps_T, ~sampled_T)})
 
-    def _reinforce(self, out: Outputs, batch: Batch) -> Loss:
+    def _reinforce_loss(self, out: Outputs, batch: Batch) -> Loss:
         """Return the plain policy gradient of strided mode, whose samples are always on-policy."""
         sampled_S, logps_T = is_sampled(batch), required(out.logps_T)
         sampled_T = sampled_S[batch.sequence_T]

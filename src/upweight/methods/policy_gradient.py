@@ -280,7 +280,7 @@ class PolicyGradient(Section):
             if by_sequence and self.needs_preparation:
                 raise UserError("trl.top_entropy_quantile: picks tokens, and your loss returns a term by sequence.")
         else:
-            loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
+            loss_T, more_metrics = self._surrogate_loss(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
         metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
 
@@ -324,7 +324,7 @@ class PolicyGradient(Section):
             "sampling/importance_sampling_ratio/max": Extreme.over(correction_T, sampled_T),
         }
 
-    def _surrogate(
+    def _surrogate_loss(
         self, logps_T: Tensor, old_T: Tensor, ratio_T: Tensor, correction_T: Tensor, batch: Batch
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Return the policy loss of each token, corrected for the sampler, and its metrics."""

@@ -49,7 +49,7 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
         raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
     base = unwrap_peft(model)
     tied = base.get_expanded_tied_weights_keys(all_submodels=True)
-    once = {name: value for name, value in _merged(model, dtype) if name not in tied}
+    once = {name: value for name, value in _merged_weights(model, dtype) if name not in tied}
     base.save_pretrained(str(folder), state_dict=once)
 
 
@@ -57,7 +57,7 @@ def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> 
     """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once."""
     base = unwrap_peft(model)
     adapted = isinstance(model, PeftModel)
-    weights = _merged(model, dtype) if adapted else computed_weights(base, base.state_dict(), dtype)
+    weights = _merged_weights(model, dtype) if adapted else computed_weights(base, base.state_dict(), dtype)
     tied = base.get_expanded_tied_weights_keys(all_submodels=True)
     once = ((name, value) for name, value in weights if name not in tied)
     state = base.state_dict().items()
@@ -103,7 +103,7 @@ def refuse_unmergeable(model: PeftModel) -> None:
         raise UserError("trl.vllm_lora_sync: weights of a quantised base cannot be merged; send the adapter alone.")
 
 
-def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _merged_weights(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the base model under its name, with the adapter's delta added, as new tensors."""
     (adapter,) = model.active_adapters
     base = model.get_base_model()

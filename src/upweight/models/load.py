@@ -111,14 +111,14 @@ def load_model(
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
-    options: dict[str, Any] = {**_hub_options(section), **section.load_options, **_attention(section.attention)}
+    options: dict[str, Any] = {**_hub_options(section), **section.load_options, **_attention_args(section.attention)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
     if gguf_file is not None:  # dequantised, so that weights can be trained
         packed = getattr(transformers, "GgufConfig", None)  # without this class transformers always unpacks
         options |= {"gguf_file": gguf_file} | ({"quantization_config": packed(dequantize=True)} if packed else {})
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
-        options |= _quantised(adapter, dtype)
+        options |= _quantization_args(adapter, dtype)
     set_seed(seed)
     try:
         with load_failures("base_model", source, "weights"):
@@ -143,7 +143,7 @@ def load_model(
     return model
 
 
-def _attention(name: str | None) -> dict[str, str]:
+def _attention_args(name: str | None) -> dict[str, str]:
     """Return the `from_pretrained` argument of the configured attention, where it is available."""
     problem = None
     if name == "flex_attention" and not torch.cuda.is_available():
@@ -234,7 +234,7 @@ def model_class(section: ModelSection, head: Head) -> Any:
     return chosen
 
 
-def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
+def _quantization_args(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
     """Return the `from_pretrained` arguments that quantise frozen weights as they are loaded."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes")

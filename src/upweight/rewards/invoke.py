@@ -49,7 +49,7 @@ class RewardLogger:
 
     def log_extra(self, column: str, values: Any) -> None:
         """Log a column of values, one for each completion."""
-        listed = _plain(values)
+        listed = _as_plain_value(values)
         if not isinstance(listed, list) or len(listed) != self.count:
             got = f"{len(listed)} values" if isinstance(listed, list) else f"a {type(values).__name__}"
             self.error = f"reward '{self.name}': log_extra('{column}') needs {self.count} values, got {got}."
@@ -58,7 +58,7 @@ class RewardLogger:
 
     def log_metric(self, name: str, value: Any) -> None:
         """Log a number as a metric."""
-        number = _number(value)
+        number = _as_float(value)
         if number is None:
             self.error = f"reward '{self.name}': log_metric('{name}') needs a number, got a {type(value).__name__}."
             return
@@ -106,15 +106,15 @@ def checked_values(returned: Any, name: str, count: int) -> list[Value | PartRew
         raise UserError(f"{start}completion, but returned {len(listed)} of them.")
     values: list[Value | PartRewards] = []
     for position, item in enumerate(listed):
-        number = _number(item)
-        values.append(part_rewards(item, _number) if number is None else number)
+        number = _as_float(item)
+        values.append(part_rewards(item, _as_float) if number is None else number)
         if item is not None and values[-1] is None:
             forms = f". For parts of a completion give {FORMS}" if isinstance(item, list | tuple | dict) else ""
             raise UserError(f"{start}completion, but value {position} is a {type(item).__name__}: {item!r:.80}{forms}")
     return values
 
 
-def _number(value: Any) -> float | None:
+def _as_float(value: Any) -> float | None:
     """Convert a number of any library to a float; None if it is not a number."""
     try:
         value = value.item() if hasattr(value, "item") else value
@@ -125,12 +125,12 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _as_plain_value(value: Any) -> Any:
     """Convert a value to plain types that can be pickled and written as JSON."""
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _as_plain_value(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_as_plain_value(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _as_plain_value(item) for key, item in value.items()}
     return value if isinstance(value, int | float | str | None) else str(value)

@@ -83,7 +83,7 @@ def _load_items(
             if not any(isinstance(reward.function, _EpisodeReward) for reward in rewards):
                 rewards += _environment_rewards(environment)
         elif isinstance(item, str):
-            rewards.append(_named(item, folder, key, models))
+            rewards.append(_load_by_name(item, folder, key, models))
         elif callable(item):
             rewards.append(_reward_from_function(item, key, _source_of(item)))
         else:
@@ -91,7 +91,7 @@ def _load_items(
     return rewards
 
 
-def _named(name: str, folder: Path, key: str, models: ModelOptions) -> Reward:
+def _load_by_name(name: str, folder: Path, key: str, models: ModelOptions) -> Reward:
     bare = name.partition("(")[0].strip()
     if "." not in bare and "/" not in bare:
         try:

@@ -52,7 +52,7 @@ class ModelReward:
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """Return one score for each completion."""
-        ids = [self._ids(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
+        ids = [self._token_ids(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
         batches: list[list[int]] = [[]]
         for number in sorted(range(len(ids)), key=lambda number: len(ids[number])):
             if batches[-1] and (len(batches[-1]) + 1) * len(ids[number]) > TOKENS_AT_ONCE:
@@ -60,10 +60,10 @@ class ModelReward:
             batches[-1].append(number)
         scores: dict[int, float] = {}
         for batch in batches:
-            scores |= zip(batch, self._scores([ids[number] for number in batch]), strict=True)
+            scores |= zip(batch, self._score_batch([ids[number] for number in batch]), strict=True)
         return [scores[number] for number in range(len(ids))]
 
-    def _ids(self, prompt: Any, completion: Any) -> list[int]:
+    def _token_ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
             ids = self._tokens.with_eos(self._tokens.ids([prompt + str(completion)])[0])
         else:
@@ -81,7 +81,7 @@ class ModelReward:
         return ids
 
     @torch.no_grad()
-    def _scores(self, rows: list[list[int]]) -> list[float]:
+    def _score_batch(self, rows: list[list[int]]) -> list[float]:
         """Return the scores of one right-padded batch."""
         device = next(self.model.parameters()).device
         # The model locates the last token by the padding id in its config, so no row may end with that id.
@@ -123,7 +123,7 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
     source, _ = resolve_source(source, None, key)
     folder, remote = Path(source), options.trust_remote_code
     trained = _run_config(folder)
-    adapter = _json(folder / "adapter_config.json")
+    adapter = _read_json(folder / "adapter_config.json")
     base = adapter.get("base_model_name_or_path") or source
     if is_process_model(source):
         section = ModelSection(base_model=base, trust_remote_code=remote)
@@ -155,9 +155,9 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
 
 def is_process_model(source: str) -> bool:
     """Return whether a folder holds a process reward model or an adapter of one."""
-    if adapter := _json(Path(source) / "adapter_config.json"):
+    if adapter := _read_json(Path(source) / "adapter_config.json"):
         return adapter.get("task_type") == "TOKEN_CLS"
-    (name, *_) = _json(Path(source) / "config.json").get("architectures") or [""]
+    (name, *_) = _read_json(Path(source) / "config.json").get("architectures") or [""]
     return name.endswith("ForTokenClassification")
 
 
@@ -170,7 +170,7 @@ def lowest_step_scores(model: ScoreModel, prompts: list[Any], completions: list[
 def step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[dict[str, Credit] | None]:
     """Return the probability of each step with its end in the text of its completion; None if that is empty."""
     pairs = zip(prompts, completions, strict=True)
-    rows = [{"prompt": _text(prompt), "completion": _text(completion)} for prompt, completion in pairs]
+    rows = [{"prompt": _last_text(prompt), "completion": _last_text(completion)} for prompt, completion in pairs]
     ends = [[end for _, end in model.steps(row["completion"])] for row in rows]
     filled = [number for number, of_row in enumerate(ends) if of_row]
     scores: list[dict[str, Credit] | None] = [None] * len(rows)
@@ -179,12 +179,12 @@ def step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -
     return scores
 
 
-def _text(value: Any) -> str:
+def _last_text(value: Any) -> str:
     """Return a text, or the content of the last message, because steps are scored without a chat template."""
     return value if isinstance(value, str) else str(value[-1].get("content") or "") if value else ""
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 

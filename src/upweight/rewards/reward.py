@@ -81,14 +81,14 @@ class RewardParameters:
         if ENVIRONMENTS in self.named and ENVIRONMENTS not in available:
             chosen[ENVIRONMENTS] = call.environments
         for name in set(self.named) - {*available, ENVIRONMENTS}:
-            if (column := _singular(name, call.columns)) is not None:
+            if (column := _singular_column(name, call.columns)) is not None:
                 chosen[name] = call.columns[column]
         return {name: value for name, value in chosen.items() if name not in LOG_ARGUMENTS}
 
     def missing_in(self, columns: Iterable[str]) -> list[str]:
         """Return the required parameters that these columns do not fill."""
         columns = {*columns, *STANDARD_ARGUMENTS, *LOG_ARGUMENTS}
-        return [name for name in self.required if name not in columns and _singular(name, columns) is None]
+        return [name for name in self.required if name not in columns and _singular_column(name, columns) is None]
 
 
 def parameters_of(function: Callable[..., Any], name: str, key: str) -> RewardParameters:
@@ -122,7 +122,7 @@ def plain_state(state: Any) -> Any:
     return SimpleNamespace(**values)
 
 
-def _singular(name: str, columns: Iterable[str]) -> str | None:
+def _singular_column(name: str, columns: Iterable[str]) -> str | None:
     """Return the column whose name is the singular of a parameter's name, or None."""
     endings: Sequence[tuple[str, str]] = (("s", ""), ("es", ""), ("ies", "y"))
     singulars = {name.removesuffix(ending) + other for ending, other in endings if name.endswith(ending)}

@@ -79,11 +79,11 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def submit(self, call: RewardCall) -> "Future[RewardResult]":
         """Start scoring; calls run in submission order, and several may be pending."""
-        return self._start(call, in_pool=True)
+        return self._start_scoring(call, in_pool=True)
 
     def score(self, call: RewardCall) -> RewardResult:
         """Score and wait; rewards of this process run in the calling thread."""
-        return self._start(call, in_pool=False).result()
+        return self._start_scoring(call, in_pool=False).result()
 
     @property
     def has_state(self) -> bool:
@@ -117,7 +117,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             elif 0 < stats.scored < WARN_AFTER and not stats.applied:
                 logger.warning(NEVER_APPLIES, name, stats.scored)
 
-    def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
+    def _start_scoring(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
         result: Future[RewardResult] = Future()
         if not (len(call) and self.rewards):  # if every completion failed, there is nothing to score
             result.set_result(RewardResult(torch.zeros(len(call), len(self.rewards))))
@@ -137,7 +137,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
         def part_done(_: object) -> None:
             if next(done) == len(futures):
-                settle(result, self._merged, call, parts)
+                settle(result, self._merge_parts, call, parts)
 
         for future in futures:
             future.add_done_callback(part_done)
@@ -159,7 +159,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         done.set_result(self._local.run(reward, call, self.timeout))
         return done
 
-    def _merged(self, call: RewardCall, parts: "list[Parts]") -> RewardResult:
+    def _merge_parts(self, call: RewardCall, parts: "list[Parts]") -> RewardResult:
         scores = RewardResult(torch.full((len(call), len(self.rewards)), math.nan))
         logged: dict[str, list[float]] = {}
         for number, (reward, of_reward) in enumerate(zip(self.rewards, parts, strict=True)):
@@ -170,18 +170,20 @@ class Scorer(AbstractContextManager["Scorer"]):
                     if isinstance(outcome, RewardFailure):
                         reasons[outcome.reason] += stop - start
                         continue
-                    if not_finite := self._store(scores, call, number, offset + start, outcome):
+                    if not_finite := self._store_scores(scores, call, number, offset + start, outcome):
                         reasons[NOT_FINITE] += not_finite
                     for name, value in outcome.metrics:
                         logged.setdefault(name, []).append(value)
             scores.metrics[f"rewards/{reward.name}/seconds"] = seconds
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
-            self._update_stats(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
+            self._note_failures(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
 
-    def _store(self, scores: RewardResult, call: RewardCall, number: int, start: int, answer: RewardValues) -> int:
+    def _store_scores(
+        self, scores: RewardResult, call: RewardCall, number: int, start: int, answer: RewardValues
+    ) -> int:
         """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
         not_finite = 0
         for position, value in enumerate(answer.values, start):
@@ -203,7 +205,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             whole[start : start + len(logged)] = logged
         return not_finite
 
-    def _update_stats(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
+    def _note_failures(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
         """Count failures, warn each time they have doubled, and raise a UserError if every completion failed."""
         name, count, failed = reward.name, len(call), reasons.total()
         all_failed = failed == count

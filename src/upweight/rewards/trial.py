@@ -101,8 +101,8 @@ def _try_reward(reward: Reward, call: RewardCall, workers: int, timeout: float) 
 
 def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, each_scaled: bool = False) -> list[str]:
     """Describe problems of rewards. `each_scaled`: the method normalizes every reward separately."""
-    problems = [f"reward '{trial.name}' {remark}" for trial in trials for remark in _remarks(trial)]
-    if not each_scaled and (scales := _scales(trials, weights or [1.0] * len(trials))):
+    problems = [f"reward '{trial.name}' {remark}" for trial in trials for remark in _remarks_on(trial)]
+    if not each_scaled and (scales := _remark_on_scales(trials, weights or [1.0] * len(trials))):
         problems.append(scales)
     working = [trial for trial in trials if trial.known]
     flat = [all(_is_flat(trial.scores[a:b]) for trial in working) for a, b in trials[0].groups] if working else []
@@ -112,7 +112,7 @@ def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, 
     return problems
 
 
-def _remarks(trial: Trial) -> list[str]:
+def _remarks_on(trial: Trial) -> list[str]:
     if trial.failure is not None:
         reason = trial.failure.partition("' failed on all ")[2].partition(": ")[2] or trial.failure
         reason = reason.replace(f"reward '{trial.name}' must", "it must")
@@ -135,7 +135,7 @@ def _remarks(trial: Trial) -> list[str]:
     return problems
 
 
-def _scales(trials: Sequence[Trial], weights: Sequence[float]) -> str | None:
+def _remark_on_scales(trials: Sequence[Trial], weights: Sequence[float]) -> str | None:
     """Return a remark if one reward outweighs another."""
     spreads = [((t.spread or 0.0) * abs(w), t.name) for t, w in zip(trials, weights, strict=True)]
     moving = sorted((spread, name) for spread, name in spreads if spread > 0)

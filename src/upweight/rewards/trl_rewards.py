@@ -22,7 +22,7 @@ UNFINISHED: Comparison = (0.0, "[incomplete reasoning]", "[incomplete reasoning]
 def accuracy_reward(completions: list[Any], solution: list[str], log_extra: Log = None, **kwargs: Any) -> ScoreList:
     """Return 1 if the LaTeX answer of a completion equals the solution by algebra, else 0; None without a solution."""
     pairs = zip(texts_of(completions), solution, strict=True)
-    return _logged([_compared(text, gold) for text, gold in pairs], solution, log_extra)
+    return _log_comparisons([_compare_latex(text, gold) for text, gold in pairs], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -37,9 +37,9 @@ def reasoning_accuracy_reward(
     comparisons = []
     for text, gold in zip(texts_of(completions), solution, strict=True):
         delimiter = next((delimiter for delimiter in delimiters if delimiter in text), None)
-        ended = delimiter is not None and _compared(text.rpartition(delimiter)[2], gold)
+        ended = delimiter is not None and _compare_latex(text.rpartition(delimiter)[2], gold)
         comparisons.append(ended or UNFINISHED)
-    return _logged(comparisons, solution, log_extra)
+    return _log_comparisons(comparisons, solution, log_extra)
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -60,7 +60,7 @@ def get_cosine_scaled_reward(
         max_length=max_len, right_short=max_value_correct, right_long=min_value_correct,
         wrong_short=min_value_wrong, wrong_long=max_value_wrong,
     )  # fmt: skip
-    return _bound(cosine_scaled_reward, scale)
+    return _with_arguments(cosine_scaled_reward, scale)
 
 
 def cosine_scaled_reward(
@@ -75,7 +75,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if max_penalty > 0:
         raise UserError(f"max_penalty: {max_penalty} would reward repetition; use 0 or less.")
     penalty = RepetitionReward(ngram=ngram_size, unit="tokens", penalty=max_penalty)
-    return _bound(repetition_penalty_reward, penalty)
+    return _with_arguments(repetition_penalty_reward, penalty)
 
 
 def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: Ids, **kwargs: Any) -> ScoreList:
@@ -84,7 +84,7 @@ def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: Ids, **
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """Return DAPO's length penalty (arXiv:2503.14476), from 0 to -1 over the last `soft_punish_cache` tokens."""
-    return _bound(soft_overlong_punishment_reward, max_completion_len - soft_punish_cache, soft_punish_cache)
+    return _with_arguments(soft_overlong_punishment_reward, max_completion_len - soft_punish_cache, soft_punish_cache)
 
 
 def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: Ids, **kwargs: Any) -> ScoreList:
@@ -92,14 +92,14 @@ def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: Ids, 
     return [-min(excess / max(cache, 1), 1.0) if excess else 0.0 for excess in beyond]
 
 
-def _bound(function: Callable[..., Any], *values: Any) -> Callable[..., Any]:
+def _with_arguments(function: Callable[..., Any], *values: Any) -> Callable[..., Any]:
     """Return a function with its first arguments given; unlike a closure, it can be pickled."""
     bound: Any = partial(function, *values)
     bound.__name__ = function.__name__
     return bound
 
 
-def _compared(text: str, gold: str) -> Comparison:
+def _compare_latex(text: str, gold: str) -> Comparison:
     """Compare a completion's LaTeX answer with the solution, which may have any form."""
     if find_spec("math_verify") is None:
         raise UserError("accuracy_reward: needs math-verify, which is not installed: pip install 'upweight[math]'.")
@@ -120,7 +120,7 @@ def _compared(text: str, gold: str) -> Comparison:
     return float(correct), str(expected), str(answer) if answer else UNREADABLE
 
 
-def _logged(comparisons: Sequence[Comparison], solution: Sequence[str], log_extra: Log) -> ScoreList:
+def _log_comparisons(comparisons: Sequence[Comparison], solution: Sequence[str], log_extra: Log) -> ScoreList:
     if log_extra is not None:
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [gold for _, gold, _ in comparisons])

@@ -80,15 +80,15 @@ class Worker:
         with self._lock:
             if self._closed:
                 return RewardFailure("stuck", "the rewards were closed")
-            connection = self._connection or self._start()
+            connection = self._connection or self._start_process()
         try:
             connection.send_bytes(pickle.dumps((source, limit, job)))
-            reply = self._read(connection, limit + GRACE_SECONDS)
+            reply = self._read_reply(connection, limit + GRACE_SECONDS)
         except (EOFError, OSError):
             return self._failure(limit, time.perf_counter() - start, hung=False)
         return self._failure(limit, time.perf_counter() - start, hung=True) if reply is None else pickle.loads(reply)
 
-    def _read(self, connection: Connection, limit: float) -> bytes | None:
+    def _read_reply(self, connection: Connection, limit: float) -> bytes | None:
         """Return the next reply, or None after `limit` seconds; bytes that are no part of one are passed over."""
         received, head, deadline = bytearray(), len(self._mark) + SIZE_BYTES, time.monotonic() + limit
         while (seconds := deadline - time.monotonic()) > 0 and connection.poll(seconds):
@@ -107,7 +107,7 @@ class Worker:
                 return bytes(received[head:end])
         return None
 
-    def _start(self) -> Connection:
+    def _start_process(self) -> Connection:
         parent_socket, child_socket = socket.socketpair()
         for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             parent_socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", STALLED_SECONDS, 0))
@@ -136,7 +136,7 @@ class Worker:
         """Kill the process and return the failure with the reason."""
         status = self.end(wait=0.0 if hung else 1.0)
         trace = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
-        where = location(_frames(trace))
+        where = location(_stack_frames(trace))
         if hung or trace.startswith("Timeout"):
             return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", seconds)
         names = {-number: number.name for number in signal.Signals}
@@ -160,7 +160,7 @@ class Worker:
             return process.wait()
 
 
-def _frames(trace: str) -> list[tuple[str, int]]:
+def _stack_frames(trace: str) -> list[tuple[str, int]]:
     """Return the frames of the thread that answers requests, outermost first, from a faulthandler trace."""
     for thread in trace.split("\n\n"):
         frames = FRAME.findall(thread)
@@ -231,7 +231,7 @@ def serve(channel: int, trace: int, seed: int, mark: bytes) -> None:
             request = connection.recv_bytes()
         except (EOFError, OSError):
             end_this_group()
-        reply = _answer(request, functions, trace, seed)
+        reply = _answer_request(request, functions, trace, seed)
         if os.getpid() != pid:
             os._exit(0)  # a child that a reward forked and let return; the parent answers
         content = pickle.dumps(reply)
@@ -239,7 +239,7 @@ def serve(channel: int, trace: int, seed: int, mark: bytes) -> None:
             answers.write(mark + len(content).to_bytes(SIZE_BYTES) + content)
 
 
-def _answer(request: bytes, functions: dict[Source, Function], trace: int, seed: int) -> Any:
+def _answer_request(request: bytes, functions: dict[Source, Function], trace: int, seed: int) -> Any:
     """Return the reply to a request, see `Worker._request`."""
     pid = os.getpid()
     source, limit, job = pickle.loads(request)

@@ -22,7 +22,7 @@ def credit_tokens(groups: Sequence[Group], group_S: Tensor, method: Method, disc
 
 def rewards_to_go(groups: Sequence[Group], discount: float) -> Tensor:
     """Return the discounted rewards from each token on, `rewards_SRT`; past its end a completion keeps its last."""
-    lengths = [max(len(one.written), 1) for group in groups for one in group.completions]
+    lengths = [max(len(one.completion_ids), 1) for group in groups for one in group.completions]
     rewards = [group.rewards_SR for group in groups if group.rewards_SR is not None]
     rewards_SR = torch.cat(rewards).double()
     last_S = torch.tensor(lengths) - 1
@@ -43,6 +43,6 @@ def rewards_to_go(groups: Sequence[Group], discount: float) -> Tensor:
 
 def credited(one: Completion, values: list[float]) -> Completion:
     """Return a completion with these advantages of its tokens; earlier segments have that of the first token."""
-    written = len(one.written)
-    earlier = [credited(segment, values[:1] * len(segment.written)) for segment in one.earlier]
+    written = len(one.completion_ids)
+    earlier = [credited(segment, values[:1] * len(segment.completion_ids)) for segment in one.earlier]
     return replace(one, advantages=[0.0] * one.prompt_len + values[:written], earlier=earlier)

@@ -68,7 +68,7 @@ class CustomRollout(CompletionSource):
         if "generation_config" in inspect.signature(self.function).parameters:
             ids = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
             options["generation_config"] = generation_config(sampling, *ids)
-        texts = self._call(self.model, RolloutTokenizer(self.tokenizer), prompts, **options)
+        texts = self._call_function(self.model, RolloutTokenizer(self.tokenizer), prompts, **options)
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
         if len(texts) != len(each):
@@ -96,7 +96,7 @@ class CustomRollout(CompletionSource):
             )  # fmt: skip
 
     def _tokens(self, groups: Sequence[Group], each: Sequence[Group], sampling: Sampling) -> list[Completion]:
-        returned = self._call([group.row.get("prompt") for group in each], self.trainer)
+        returned = self._call_function([group.row.get("prompt") for group in each], self.trainer)
         if not isinstance(returned, Mapping) or not {"prompt_ids", "completion_ids"} <= set(returned):
             keys = ", ".join(TOKEN_KEYS)
             raise UserError(f"trl.rollout_func: '{self.name}' must return a dict with {keys}, got {_kind(returned)}.")
@@ -137,7 +137,7 @@ class CustomRollout(CompletionSource):
             sampled = [False] * len(prompt_rest) + (sampled or [True] * len(ids))
         return Completion([*prompt_rest, *ids], logps, [], finished=ended, sampled=sampled, prompt_len=len(prompt_rest))
 
-    def _call(self, *arguments: Any, **options: Any) -> Any:
+    def _call_function(self, *arguments: Any, **options: Any) -> Any:
         with named_errors(f"trl.rollout_func: '{self.name}' failed"):
             return self.function(*arguments, **options)
 
@@ -160,7 +160,7 @@ class CustomBackend:
         reported: set[int] = set()
 
         def report(index: int, completions: list[Completion]) -> None:
-            self._check([completions], 1, count)
+            self._check_completions([completions], 1, count)
             reported.add(index)
 
             if done is not None:
@@ -168,13 +168,13 @@ class CustomBackend:
 
         with torch.no_grad(), dropout_off(self._model), named_errors(f"{self._key}: generate failed"):
             by_prompt = self._backend.generate(prompts, count, sampling, report)
-            self._check(by_prompt, len(prompts), count)
+            self._check_completions(by_prompt, len(prompts), count)
         for index, completions in enumerate(by_prompt):
             if index not in reported:
                 report(index, completions)
         return by_prompt
 
-    def _check(self, by_prompt: Completions, prompts: int, count: int) -> None:
+    def _check_completions(self, by_prompt: Completions, prompts: int, count: int) -> None:
         sizes = [len(completions) for completions in by_prompt]
         if sizes != [count] * prompts:
             given = f"{sum(sizes)} completions of {len(sizes)} prompts"

@@ -44,7 +44,7 @@ class KnownTurns(CompletionSource):
                 stream.append_sampled(completion)
             conversations.append((sampling.first + index, group, streams))
         turn = 0
-        while conversations := [entry for entry in conversations if turn < len(_replies(entry[1]))]:
+        while conversations := [entry for entry in conversations if turn < len(_true_turns(entry[1]))]:
             self._sample_turn(self.generator, conversations, turn, sampling)
             turn += 1
         for index in range(len(groups)):
@@ -56,7 +56,7 @@ class KnownTurns(CompletionSource):
         for _, group, streams in conversations:
             for stream, completion in zip(streams, group.completions, strict=True):
                 closing = [] if completion.finished or self.end is None else [self.end]
-                stream.append_observation([*closing, *_replies(group)[turn]])
+                stream.append_observation([*closing, *_true_turns(group)[turn]])
         seeds = [
             int(np.random.SeedSequence((sampling.seed or 0, turn, index, member)).generate_state(1)[0])
             for index, _, streams in conversations
@@ -71,7 +71,7 @@ class KnownTurns(CompletionSource):
                 group.completions.append(build_completion(stream, group, finished=completion.finished))
 
 
-def _replies(group: Group) -> list[list[int]]:
+def _true_turns(group: Group) -> list[list[int]]:
     return group.row["truth_ids"][1::2]
 
 

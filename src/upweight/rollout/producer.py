@@ -75,15 +75,15 @@ class Producer:
             rerolled = self.reroll.take(trainer_state.global_step / steps if steps else 0.0, self.plan.groups)
         fresh = self.order.take(self.plan.groups - len(rerolled), getattr(trainer_state, "global_step", 0))
         arguments = self.rows, [*fresh, *rerolled], self.plan.group_size, (number, 0), trainer_state
-        groups, metrics = self._sample(*arguments)
+        groups, metrics = self._sample_groups(*arguments)
         if reason := _failed_throughout(groups):  # as when a server restarts during a rollout
             logger.warning("warning: %s; the rollout is repeated", reason)
-            groups, metrics = self._sample(*arguments)
+            groups, metrics = self._sample_groups(*arguments)
             metrics["rollout/played_again"] = 1.0
         if reason := _failed_throughout(groups):
             raise UserError(reason)
         if self.extra_rounds:
-            metrics["rollout/sampled_again"] = float(self._resample(groups, number, trainer_state))
+            metrics["rollout/sampled_again"] = float(self._resample_groups(groups, number, trainer_state))
         for group in groups:
             segments = [segment for one in group.completions for segment in one.segments]
             group.version = min((version for segment in segments for version in segment.versions), default=version)
@@ -115,7 +115,7 @@ class Producer:
     def names(self) -> Sequence[str]:
         return self.method.computed_rewards or self.scorer.names
 
-    def _resample(self, groups: list[Group], number: int, trainer_state: Any) -> int:
+    def _resample_groups(self, groups: list[Group], number: int, trainer_state: Any) -> int:
         """Replace groups without signal by groups of further prompts; return how many groups were sampled."""
         sampled = 0
         for attempt in range(1, self.extra_rounds + 1):
@@ -123,7 +123,7 @@ class Producer:
             if not without_signal:
                 break
             numbers = self.order.take(len(without_signal), getattr(trainer_state, "global_step", 0))
-            fresh, _ = self._sample(self.rows, numbers, self.plan.group_size, (number, attempt), trainer_state)
+            fresh, _ = self._sample_groups(self.rows, numbers, self.plan.group_size, (number, attempt), trainer_state)
             sampled += len(without_signal)
             for index, group in zip(without_signal, fresh, strict=True):
                 if has_signal(group):
@@ -137,7 +137,7 @@ class Producer:
         try:
             for start in range(0, len(rows), self.plan.groups):
                 stop = min(start + self.plan.groups, len(rows))
-                scored, _ = self._sample(rows, range(start, stop), count, (2**31, start), trainer_state)
+                scored, _ = self._sample_groups(rows, range(start, stop), count, (2**31, start), trainer_state)
                 evaluated += scored
         finally:
             self.scorer.restore(rewards)
@@ -165,7 +165,7 @@ class Producer:
         if self.reroll is not None:
             self.reroll.waiting = deque(state.get("reroll") or [], self.reroll.waiting.maxlen)
 
-    def _sample(
+    def _sample_groups(
         self, rows: PromptRows, numbers: Sequence[int], count: int, round_: tuple[int, int], trainer_state: Any
     ) -> tuple[list[Group], dict[str, float]]:
         """Sample and score this rank's share of the rows; return the groups of all ranks in order, and metrics."""
@@ -181,11 +181,11 @@ class Producer:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
         if self.check_sampling is not None:
             self.check_sampling([group.prompt_ids for group in groups], sampling, self.ranks.gather)
-        metrics = self._fill(groups[mine], count, sampling, trainer_state)
+        metrics = self._fill_groups(groups[mine], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[mine], metrics))
         return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)
 
-    def _fill(self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any) -> dict[str, float]:
+    def _fill_groups(self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any) -> dict[str, float]:
         """Fill this rank's groups with completions and rewards; with streaming, scoring overlaps with sampling."""
         if not groups:
             return {}

@@ -88,7 +88,7 @@ def content_of(completion: Completion, decode: Callable[[list[int]], str]) -> An
     """Return the messages of a completion where it has any, else its text."""
     if completion.messages is not None:
         return list(completion.messages)
-    return decode(completion.written) if completion.text is None else completion.text
+    return decode(completion.completion_ids) if completion.text is None else completion.text
 
 
 def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
@@ -106,7 +106,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "row": group.number,
                 "prompt": group.row.get("prompt", decode(group.prompt_ids)),
                 "completion": content_of(completion, decode),
-                "tokens": len(completion.written),
+                "tokens": len(completion.completion_ids),
                 "finished": completion.finished,
                 "rewards": {name: None if math.isnan(value) else value for name, value in scores},
                 "advantage": advantages[index] if advantages else None,

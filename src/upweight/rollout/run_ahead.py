@@ -40,10 +40,10 @@ class RunAhead:
     def submit(self, trainer_state: Any) -> None:
         """Start the production of one more rollout."""
         if self._pool is not None:
-            self._pending.append(self._pool.submit(self._timed, trainer_state))
+            self._pending.append(self._pool.submit(self._timed_rollout, trainer_state))
         else:
             began = time.perf_counter()
-            self._pending.append(_done(self._timed(trainer_state)))
+            self._pending.append(_completed_future(self._timed_rollout(trainer_state)))
             self.blocked += time.perf_counter() - began
 
     def take(self, trainer_state: Any) -> Rollout:
@@ -70,9 +70,9 @@ class RunAhead:
     def replace(self, rollouts: Iterable[Rollout]) -> None:
         """Queue finished rollouts in place of all that is pending; return when none is being produced any more."""
         wait([future for future in self._pending if not future.cancel()])
-        self._pending = deque(_done(rollout) for rollout in rollouts)
+        self._pending = deque(_completed_future(rollout) for rollout in rollouts)
 
-    def _timed(self, trainer_state: Any) -> Rollout:
+    def _timed_rollout(self, trainer_state: Any) -> Rollout:
         began = time.perf_counter()
         rollout = self._produce(trainer_state)
         self._ready[rollout.number] = time.perf_counter()
@@ -85,7 +85,7 @@ class RunAhead:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _done(rollout: Rollout) -> Future[Rollout]:
+def _completed_future(rollout: Rollout) -> Future[Rollout]:
     future: Future[Rollout] = Future()
     future.set_result(rollout)
     return future

@@ -28,8 +28,8 @@ def reward_call(groups: Sequence[Group], decode: Callable[[list[int]], str], tra
         columns[name] = [column[number] if column else None for column, number in values]
     return RewardCall(
         prompts=[group.row.get("prompt") for _, group, _, _ in each],
-        completions=[_content(group, one, decode) for _, group, _, one in each],
-        completion_ids=[one.written for *_, one in each],
+        completions=[_scored_content(group, one, decode) for _, group, _, one in each],
+        completion_ids=[one.completion_ids for *_, one in each],
         columns=columns,
         group_S=[index for index, *_ in each],
         decode=decode,
@@ -58,7 +58,7 @@ def assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]], *, by_par
     return join_metrics(scores.metrics for _, scores in scored)
 
 
-def _content(group: Group, completion: Completion, decode: Callable[[list[int]], str]) -> Any:
+def _scored_content(group: Group, completion: Completion, decode: Callable[[list[int]], str]) -> Any:
     """Return what rewards read: messages where the prompt has messages, unless a rollout function returned text."""
     content = content_of(completion, decode)
     as_message = completion.messages is None and completion.text is None

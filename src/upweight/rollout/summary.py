@@ -16,7 +16,7 @@ from upweight.types import Group
 
 def has_signal(group: Group) -> bool:
     """Whether some reward, or where in a completion it was earned, differs between a group's completions."""
-    if any(bool(column.max() > column.min()) for column in _known(group) if len(column)):
+    if any(bool(column.max() > column.min()) for column in _applicable_rewards(group) if len(column)):
         return True
     placed = {(reward, tuple(credit)) for (_, reward), credit in group.credits.items()}
     return len(placed) > len({reward for reward, _ in placed})
@@ -24,7 +24,7 @@ def has_signal(group: Group) -> bool:
 
 def spread(group: Group) -> float:
     """Return the standard deviations of a group's rewards, summed over the reward functions."""
-    return sum(float(column.std()) for column in _known(group) if len(column) > 1)
+    return sum(float(column.std()) for column in _applicable_rewards(group) if len(column) > 1)
 
 
 def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
@@ -54,7 +54,7 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
 
 def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
     """Return, for each reward, the share of completions that earn it (pass@1), and of prompts with any (pass@n)."""
-    scored = [_known(group) for group in groups if group.rewards_SR is not None]
+    scored = [_applicable_rewards(group) for group in groups if group.rewards_SR is not None]
     metrics: dict[str, float] = {}
     for index, name in enumerate(names):
         known = [column for columns in scored if len(column := columns[index])]
@@ -66,7 +66,7 @@ def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float
     return metrics
 
 
-def _known(group: Group) -> list[Tensor]:
+def _applicable_rewards(group: Group) -> list[Tensor]:
     """Return the values of each reward for the completions of a group that it applies to."""
     assert group.rewards_SR is not None
     return [column[~column.isnan()] for column in group.rewards_SR.T]
@@ -76,9 +76,9 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     completions = [completion for group in groups for completion in group.completions if completion.failure is None]
     if not completions:
         return {}
-    lengths = torch.tensor([len(completion.written) for completion in completions], dtype=torch.float64)
+    lengths = torch.tensor([len(completion.completion_ids) for completion in completions], dtype=torch.float64)
     ended = torch.tensor([completion.finished for completion in completions])
-    token_ids = [[tuple(one.written) for one in group.completions if one.failure is None] for group in groups]
+    token_ids = [[tuple(one.completion_ids) for one in group.completions if one.failure is None] for group in groups]
     distinct = [len(set(members)) / len(members) for members in token_ids if members]
     clipped = float(1 - ended.double().mean())
     metrics = {"completions/clipped_ratio": clipped, "completions/distinct_share": sum(distinct) / len(distinct)}

@@ -29,7 +29,7 @@ def units_of_groups(
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             masked = mask_truncated and not completion.finished
             segments = [
-                _sample(
+                _sample_of(
                     group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps, version=group.version
                 )
                 for segment in completion.segments
@@ -41,7 +41,7 @@ def units_of_groups(
             units.append(Unit(samples, group_index, **_of_teacher(group)))
     labels = [_label(completion) for group in groups for completion in group.completions]
     if any(labels) or labelled:
-        units = [_labelled(unit, label) for unit, label in zip(units, labels, strict=True)]
+        units = [_with_label(unit, label) for unit, label in zip(units, labels, strict=True)]
     return units
 
 
@@ -66,10 +66,10 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
         count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
         blocks = [
-            _sample(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
+            _sample_of(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
             for index, completion in enumerate(group.completions)
         ]
-        units += [_labelled(Unit(tuple(blocks[member::count]), group_index), SAMPLED) for member in range(count)]
+        units += [_with_label(Unit(tuple(blocks[member::count]), group_index), SAMPLED) for member in range(count)]
     return units
 
 
@@ -79,11 +79,11 @@ def demonstration(group: int, ids: Sequence[int], loss_mask: Sequence[bool]) -> 
     return Unit((sample,), group)
 
 
-def _labelled(unit: Unit, label: int) -> Unit:
+def _with_label(unit: Unit, label: int) -> Unit:
     return replace(unit, samples=tuple(replace(sample, label=label) for sample in unit.samples))
 
 
-def _sample(
+def _sample_of(
     prompt: Sequence[int],
     completion: Completion,
     advantage: float,

@@ -46,7 +46,7 @@ def _values(
         "rewards": reward_S.clone,
         "rewards_by_function": rewards_SR.clone,
         "groups": group_S.clone,
-        "lengths": lambda: torch.tensor([len(one.written) for *_, one in each]),
+        "lengths": lambda: torch.tensor([len(one.completion_ids) for *_, one in each]),
         "finished": lambda: torch.tensor([one.finished for *_, one in each]),
         "columns": lambda: {name: [group.row.get(name) for group, *_ in each] for name in names},
         "extras": lambda: {

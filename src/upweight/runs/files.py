@@ -55,7 +55,7 @@ class JsonLines:
             self._reset()
             return self.rows
         self._read += len(whole) + len(end)
-        parsed = [_parsed(line) for line in whole.splitlines() if line.strip()]
+        parsed = [_parse_json(line) for line in whole.splitlines() if line.strip()]
         rows = [row for row in parsed if isinstance(row, dict)]
         self.rows += rows
         self.unreadable += len(parsed) - len(rows)
@@ -65,13 +65,13 @@ class JsonLines:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; empty if there is none or it cannot be read."""
     try:
-        content = _parsed(path.read_bytes())
+        content = _parse_json(path.read_bytes())
     except OSError:
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _parsed(text: bytes) -> Any:
+def _parse_json(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -105,7 +105,7 @@ class Health:
         evaluation = any(name.startswith("eval_") for name in row)
         if not evaluation and "loss" not in row:
             return []
-        self._store(row, evaluation)
+        self._store_row(row, evaluation)
         # The metrics that a run logs say which kinds of rules apply.
         first = self.start[0] if self.start else {}
         kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
@@ -123,14 +123,14 @@ class Health:
                 new_verdicts.append(verdict)
         return new_verdicts
 
-    def _store(self, row: MetricsRow, evaluation: bool) -> None:
+    def _store_row(self, row: MetricsRow, evaluation: bool) -> None:
         rows = self.rows[evaluation]
         rows.append(row)
         while len(rows) > MIN_ROWS and rows[0]["step"] <= row["step"] - self.keeps:
             rows.popleft()
         if evaluation:
             for name in row:
-                if name.endswith("loss") and (value := _number(row[name])) is not None:
+                if name.endswith("loss") and (value := _finite_number(row[name])) is not None:
                     self.lowest[name] = min(value, self.lowest.get(name, math.inf))
         elif not self.start or (len(self.start) < START_ROWS and row["step"] <= START_STEPS):
             self.start.append(row)
@@ -143,7 +143,7 @@ class Health:
             return
         window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
         window = window if len(window) >= min_rows else list(islice(reversed(rows), min_rows))
-        value_of = partial(self._holds, window=window, averaged=rule.averaged)
+        value_of = partial(self._value_if_held, window=window, averaged=rule.averaged)
         before, _, after = first.metric.partition("*")
         for metric in metrics:
             value = value_of(metric, first)
@@ -155,24 +155,24 @@ class Health:
                 evidence = (step, metric, value, first.relation, first.threshold, covered)
                 yield Verdict(rule.name, rule.level, *evidence, rule.meaning, rule.remedy)
 
-    def _holds(self, metric: str, sign: Sign, window: list[MetricsRow], averaged: bool) -> float | None:
+    def _value_if_held(self, metric: str, sign: Sign, window: list[MetricsRow], averaged: bool) -> float | None:
         """Return the value by which a sign holds over a window of rows, newest first, or None."""
-        values = [value for row in window if (value := self._value(metric, row)) is not None]
+        values = [value for row in window if (value := self._metric_value(metric, row)) is not None]
         if not averaged:
             return values[0] if len(values) == len(window) and all(map(sign.holds, values)) else None
         mean = sum(values) / len(values) if 2 * len(values) >= len(window) else math.nan
         return mean if sign.holds(mean) else None
 
-    def _value(self, metric: str, row: MetricsRow) -> float | None:
+    def _metric_value(self, metric: str, row: MetricsRow) -> float | None:
         """Return a metric of a row, or its value relative to earlier rows."""
         name, _, against = metric.partition(":")
-        value = _number(row.get(name))
+        value = _finite_number(row.get(name))
         if value is None or not against:
             return value
         if against == "worse":
             return value / self.lowest[name] if self.lowest.get(name, 0) > 0 else None
         if against == "earned":  # 0 or one size: the mean is share x size, the mean of squares share x size x size
-            std = _number(row.get(name.removesuffix("mean") + "std"))
+            std = _finite_number(row.get(name.removesuffix("mean") + "std"))
             return value**2 / (value**2 + std**2) if std else None
         start_value, spread = self._start_value(name), self._start_value(f"{name}_std")
         if against == "growth":
@@ -180,11 +180,11 @@ class Health:
         if start_value is None or spread is None:
             return None
         # If the reward was 0 at first, the present spread decides whether it has risen.
-        return (value - start_value) / max(spread, _number(row.get(f"{name}_std")) or 0.0, 1e-6)
+        return (value - start_value) / max(spread, _finite_number(row.get(f"{name}_std")) or 0.0, 1e-6)
 
     def _start_value(self, name: str) -> float | None:
         if name not in self.start_value:
-            values = [value for row in self.start if (value := _number(row.get(name))) is not None]
+            values = [value for row in self.start if (value := _finite_number(row.get(name))) is not None]
             self.start_value[name] = sum(values) / len(values) if values and len(values) == len(self.start) else None
         return self.start_value[name]
 
@@ -203,5 +203,5 @@ def _matching_metrics(pattern: str, row: MetricsRow) -> list[str]:
     return [name + colon + against for name in names.split("|") if name in row][:1]
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

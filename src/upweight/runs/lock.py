@@ -21,7 +21,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _locked(path)
+        file = _lock_file(path)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise UserError(f"output_dir: {folder} cannot be written to: {error.strerror}. Name another.") from error
@@ -38,7 +38,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _locked(path: Path) -> int:
+def _lock_file(path: Path) -> int:
     """Return the descriptor of the locked file at `path`; the lock ends with the process, and no child inherits it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -52,10 +52,10 @@ def _locked(path: Path) -> int:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             remedy = "Wait for it, end it, or name another folder."
-            raise UserError(f"output_dir: {_holder(path)} is training into {path.parent}. {remedy}") from None
+            raise UserError(f"output_dir: {_describe_holder(path)} is training into {path.parent}. {remedy}") from None
 
 
-def _holder(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     """Describe the process that holds the lock."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))

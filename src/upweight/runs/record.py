@@ -59,8 +59,8 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         raise
     except BaseException as error:  # an exception that is not caught here would be recorded as done
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        if reason := _lost(error, folder):
-            message = f"{reason} {_safe(folder)}"
+        if reason := _what_was_lost(error, folder):
+            message = f"{reason} {_resume_sentence(folder)}"
         end = {"state": "failed", "message": message}
         if reason:
             raise UserError(message) from error
@@ -73,7 +73,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         report_on(folder)
 
 
-def _lost(error: BaseException, folder: Path) -> str | None:
+def _what_was_lost(error: BaseException, folder: Path) -> str | None:
     """Return a sentence where the disk, the run folder, the GPU or a loader process was lost, else None."""
     if reason := storage_error(error):
         free = f", {shutil.disk_usage(folder).free / 2**20:,.0f} MiB free" if folder.is_dir() else ""
@@ -87,7 +87,7 @@ def _lost(error: BaseException, folder: Path) -> str | None:
     return None
 
 
-def _safe(folder: Path) -> str:
+def _resume_sentence(folder: Path) -> str:
     """Return a sentence about what a resume can begin with."""
     whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
     if whole is None:

@@ -77,11 +77,11 @@ def cascade_attention(query: Tensor, caches: Caches, bias_GMK: Tensor, params: A
     """
     plain = params.rule == Rule() and params.softcap is None and params.sinks is None
     if plain and not query.is_cuda and caches[0].shape[-1] == caches[1].shape[-1]:
-        return _merged(query, caches, bias_GMK, params.scaling)
+        return _merge_two_calls(query, caches, bias_GMK, params.scaling)
     return _softmax_by_steps(query, caches, bias_GMK, params)
 
 
-def _merged(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> Tensor:
+def _merge_two_calls(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> Tensor:
     """Combine two calls of the CPU's fused attention by their log-sum-exps."""
     prompt_key, prompt_value, new_key, new_value = caches
     slots, heads, _, _ = query.shape

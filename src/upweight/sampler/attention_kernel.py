@@ -46,7 +46,7 @@ def cascade_step(
     long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
     # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
     columns, warps, stages = (64, 4, 2) if long else (32, 2, 3) if pairs >= _PROGRAMS else (128, 4, 2)
-    prompt_parts, new_parts = (_parts(pairs, keys.shape[2], columns) for keys in (prompt_key, new_key))
+    prompt_parts, new_parts = (_number_of_parts(pairs, keys.shape[2], columns) for keys in (prompt_key, new_key))
     partials = torch.empty(
         pairs * (prompt_parts + new_parts), _side(repeat), _side(value_width) + 2,
         dtype=torch.float32, device=query.device,
@@ -68,7 +68,7 @@ def cascade_step(
     return out
 
 
-def _parts(pairs: int, capacity: int, columns: int) -> int:
+def _number_of_parts(pairs: int, capacity: int, columns: int) -> int:
     """Return how many programs split the keys of each slot and key head: to fill a GPU, with a block each."""
     wanted = max(_PROGRAMS // (2 * pairs), capacity // _KEYS)
     return max(1, min(wanted, triton.cdiv(capacity, columns), _MOST_PARTS))
@@ -114,7 +114,7 @@ def _store(mine, row_max, total, acc, counter, PARTS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _joined(
+def _merged(
     ends, sinks, heads, there, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr
 ):
     """Merge the partial softmaxes into the total and the weighted values; a sink is a logit without a value."""
@@ -228,7 +228,7 @@ def _kernel(
     index = slot * key_heads + head
     ends = partials + (index * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
     if _store(ends + part * ROWS * (VALUE_WIDTH_UP + 2), row_max, total, acc, counters + index, PARTS, VALUE_WIDTH_UP):
-        total, acc = _joined(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
+        total, acc = _merged(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
         tl.store(
             out + (index * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],
             (acc / total[:, None]).to(out.dtype.element_ty),

@@ -26,11 +26,11 @@ class StopStrings:
 
     def first(self, ids: Sequence[int], known: int) -> int | None:
         """Return the number of tokens that complete a stop string, when none is in the first `known` tokens."""
-        if not self._within(ids, known, len(ids)):
+        if not self._has_stop(ids, known, len(ids)):
             return None
-        return next((count for count in range(known + 1, len(ids)) if self._within(ids, count - 1, count)), len(ids))
+        return next((count for count in range(known + 1, len(ids)) if self._has_stop(ids, count - 1, count)), len(ids))
 
-    def _within(self, ids: Sequence[int], known: int, count: int) -> bool:
+    def _has_stop(self, ids: Sequence[int], known: int, count: int) -> bool:
         """Return whether the first `count` tokens hold a stop string that the first `known` do not hold."""
         text = self._tokenizer.decode(ids[max(0, known - self._reach) : count], skip_special_tokens=False)
         return any(string in text for string in self._strings)

@@ -101,7 +101,7 @@ class GraphSteps:
         # Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
         # length, so that a graph can be replayed. Graphs are dropped first where weights or buffers have moved.
         decoder = self._decoder
-        recorded = [decoder.arena.moved, *_addresses(decoder.base)]
+        recorded = [decoder.arena.moved, *_weight_addresses(decoder.base)]
         if recorded != self._recorded:
             self.release()
             self._recorded = recorded
@@ -112,12 +112,12 @@ class GraphSteps:
             self._through_compiler("prefill", lambda: decoder.prefill(prompts, prefill_tokens))
             return
         decoder.pad(prompts)
-        self._replayed("prefill", decoder.prefill_padded)
+        self._replay("prefill", decoder.prefill_padded)
 
     def advance(self, column: int) -> None:
-        self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.completion_length))
+        self._replay("step", lambda: self._decoder.advance(self._decoder.grid.completion_length))
 
-    def _replayed(self, name: str, work: Callable[[], None]) -> None:
+    def _replay(self, name: str, work: Callable[[], None]) -> None:
         """Replay the graph of some work of the grid; the first time, run it and capture the graph."""
         key = (name, self._decoder.grid, self._decoder.sampling)
         if key in self._graphs:
@@ -202,13 +202,13 @@ def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..
     around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if calls[module] == 1]
     plain = [layer for layer in around if "forward" not in vars(layer)]
     forwards = {
-        kind: torch.compile(_named(kind.forward, name), dynamic=True if name == "prefill" else None)
+        kind: torch.compile(_with_name(kind.forward, name), dynamic=True if name == "prefill" else None)
         for kind in {type(layer) for layer in plain}
     }
     return {layer: forwards[type(layer)] for layer in plain}
 
 
-def _named(function: Any, name: str) -> Callable[..., Any]:
+def _with_name(function: Any, name: str) -> Callable[..., Any]:
     """Rename a function, because the compiler reuses guards of functions of the same name and place."""
     code = function.__code__.replace(co_name=name)
     copied = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -216,7 +216,7 @@ def _named(function: Any, name: str) -> Callable[..., Any]:
     return copied
 
 
-def _addresses(base: nn.Module) -> list[Any]:
+def _weight_addresses(base: nn.Module) -> list[Any]:
     """Return the address that a forward reads each weight from, and the adapters that it applies."""
     addresses: list[Any] = []
     module: Any

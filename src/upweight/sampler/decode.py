@@ -178,7 +178,7 @@ class Decoder:
             logits.append(self._prefill_chunk(arrays[start:stop], start, list(length[start:stop, None] - 1)))
             start = stop
         logits.append(logits[0][:1].expand(self.grid.groups - len(arrays), -1))
-        self._draw(torch.cat(logits).repeat_interleave(self.grid.members, 0))
+        self._draw_tokens(torch.cat(logits).repeat_interleave(self.grid.members, 0))
 
     def pad(self, prompts: Prompts) -> None:
         """Copy prompts to the device for `prefill_padded`, each in a row of the grid's length."""
@@ -198,7 +198,7 @@ class Decoder:
         last_G = torch.arange(groups, device=self.device) * length + self.length_G1[:, 0] - 1
         context = self._padded[groups, length]
         logits_GV = self._logits(self.ids_GP.view(1, -1), position_GP.reshape(1, -1), context, last_G)
-        self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
+        self._draw_tokens(logits_GV.repeat_interleave(self.grid.members, 0))
 
     def prefill_branches(self, documents: Sequence[Sequence[int]], anchor_GM: Tensor, uniform_BN: Tensor) -> None:
         """Prefill the opened grid with documents, one at a time, and draw first tokens after the anchors."""
@@ -209,7 +209,7 @@ class Decoder:
             self._prefill_chunk([np.asarray(ids, np.int64)], number, [anchor_M.numpy() - 1])
             for number, (ids, anchor_M) in enumerate(zip(documents, anchor_GM, strict=True))
         ]
-        self._draw(torch.cat(logits))
+        self._draw_tokens(torch.cat(logits))
 
     def _prefill_chunk(self, prompts: list[Any], start: int, positions: list[Any]) -> Tensor:
         """Store keys and values of some prompts in the grid; return the logits at the given positions of each."""
@@ -255,11 +255,11 @@ class Decoder:
             kept = prompt_key, prompt_value, new_key[:, :, :width], new_value[:, :, :width]
             return cascade_attention(query, kept, bias[params.rule], params)
 
-        before_GM1 = self._before().expand(-1, self.grid.members, -1)
+        before_GM1 = self._tokens_before().expand(-1, self.grid.members, -1)
         position_B1 = (before_GM1 + self.step_1).reshape(-1, 1)
-        self._draw(self._logits(self.token_B1, position_B1, attend, None))
+        self._draw_tokens(self._logits(self.token_B1, position_B1, attend, None))
 
-    def _draw(self, logits_BV: Tensor) -> None:
+    def _draw_tokens(self, logits_BV: Tensor) -> None:
         """Draw a token for every slot, and store it in the next column."""
         self.step_1.add_(1)
         uniform_B = self.uniform_BN.index_select(1, self.step_1)[:, 0]
@@ -288,13 +288,13 @@ class Decoder:
         projected = head(hidden if at is None else hidden[at])
         return projected if params == LogitTransform() else params(projected.float())
 
-    def _before(self) -> Tensor:
+    def _tokens_before(self) -> Tensor:
         """Return the tokens before each completion, [groups, members, 1], or [groups, 1, 1] where they are equal."""
         return self.length_G1[:, None] if self.anchor_GM1 is None else self.anchor_GM1
 
     def bias(self, rule: Rule, width: int) -> Tensor:
         """Return the additive mask of each group: 0 for columns that its newest tokens see, else minus infinity."""
-        before = self._before()
+        before = self._tokens_before()
         column_K = torch.arange(self.grid.prompt_length + width, device=self.device)
         new_K = column_K - self.grid.prompt_length
         is_new_K = new_K >= 0

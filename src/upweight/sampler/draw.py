@@ -25,20 +25,20 @@ def draw(
     returns log-probs at temperature 1.
     """
     logits_BV = logits_BV.float()
-    tempered_BV = _tempered(logits_BV, sampling.temperature)
-    weight_BCK, top_B = _weights(tempered_BV)
+    tempered_BV = _apply_temperature(logits_BV, sampling.temperature)
+    weight_BCK, top_B = _exp_weights(tempered_BV)
     sum_BC = weight_BCK.sum(-1).double()
     log_sum_exp_B = sum_BC.sum(-1).log() + top_B
     chosen_BV = tempered_BV
     if seen_BV is not None:
-        chosen_BV = _tempered(penalised(logits_BV, seen_BV, sampling.repetition_penalty), sampling.temperature)
+        chosen_BV = _apply_temperature(penalised(logits_BV, seen_BV, sampling.repetition_penalty), sampling.temperature)
     if sampling.temperature == 0:
         token_B = chosen_BV.argmax(-1)
     else:
         if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
             chosen_BV = truncated(chosen_BV, sampling)
         if chosen_BV is not tempered_BV:
-            weight_BCK, _ = _weights(chosen_BV)
+            weight_BCK, _ = _exp_weights(chosen_BV)
             sum_BC = weight_BCK.sum(-1).double()
         token_B = inverted(weight_BCK, sum_BC, uniform_B)
     return token_B, (tempered_BV.gather(1, token_B[:, None])[:, 0] - log_sum_exp_B).float()
@@ -79,11 +79,11 @@ def truncated(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     return logits_BV
 
 
-def _tempered(logits_BV: Tensor, temperature: float) -> Tensor:
+def _apply_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
     return logits_BV if temperature in (0, 1) else logits_BV / temperature
 
 
-def _weights(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+def _exp_weights(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(logit - largest) as [B, chunks, _CHUNK], padded with zeros, and the largest logit of each row."""
     top_B1 = logits_BV.amax(-1, keepdim=True)
     weight_BV = (logits_BV - top_B1).exp_()

@@ -39,17 +39,17 @@ def hf_generate(
             for start in range(0, len(numbers), size):
                 part = np.asarray(numbers[start : start + size])
                 ids_BN = torch.tensor([list(prompts[row // count]) for row in part], device=base.device)
-                out = _sampled(base, ids_BN, sampling, rows, cached=cached, logits=engine is None)
+                out = _generate(base, ids_BN, sampling, rows, cached=cached, logits=engine is None)
                 out_BN, temperature = out.sequences.cpu(), sampling.temperature or 1.0
                 if engine is None:  # from the logits of each step, before any penalty or truncation
                     each = [(step_BV.float().cpu() / temperature).log_softmax(-1) for step_BV in out.logits]
                     logps_BN = torch.stack(each, 1).gather(2, out_BN[:, length:, None])[:, :, 0]
                 else:
-                    logps_BN = _logps(model, engine, out_BN, length, temperature)
+                    logps_BN = _logps_after(model, engine, out_BN, length, temperature)
                 rows.take(0, out_BN[:, length:].T.numpy(), logps_BN.T.numpy(), part)
 
 
-def _sampled(
+def _generate(
     base: Any, ids_BN: Tensor, sampling: Sampling, rows: CompletionCollector, *, cached: bool, logits: bool
 ) -> Any:
     """Run `generate` on prompts of one length; return `sequences` with prompts, and `logits` of each step if set."""
@@ -68,7 +68,7 @@ def _sampled(
         base.generation_config = stock
 
 
-def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:
+def _logps_after(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:
     """Return log-probs of all tokens after the first `length`, by the training forward."""
     loss_mask = np.arange(ids_BN.shape[1]) >= length
     units = [Unit((Sample(ids=ids, loss_mask=loss_mask),)) for ids in ids_BN.numpy()]

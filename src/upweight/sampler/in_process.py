@@ -80,7 +80,7 @@ class InProcess:
 
         `on_tokens` is called with new tokens and the number of their completion: `prompt * count + member`.
         """
-        self._check(prompts, count, sampling)
+        self._check_request(prompts, count, sampling)
         if not prompts:
             return []
         self.check_sampling(prompts, sampling)
@@ -91,7 +91,7 @@ class InProcess:
         size = len(prompts), count, sampling.max_new_tokens
         rows = CompletionCollector(*size, ends, stops, version=version, done=done, on_tokens=on_tokens)
         with torch.no_grad(), dropout_off(self._model):
-            return self._draw(self._strategy, self._engine, prompts, rows, sampling)
+            return self._sample_with(self._strategy, self._engine, prompts, rows, sampling)
 
     def check_sampling(self, prompts: Prompts, sampling: Sampling, gather: Gather = lambda result: [result]) -> None:
         """Before the first call, sample a few tokens and choose the first strategy with the model's log-probs.
@@ -101,12 +101,12 @@ class InProcess:
         if self._checked or not prompts:
             return
         name = type(self._base).__name__
-        trial = TrialPrompts.of(prompts, sampling, self._positions())
+        trial = TrialPrompts.of(prompts, sampling, self._max_positions())
         failures: list[str] = []
         for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
             # Completions of full length, with the log-probs of the strategy.
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
-            draw = functools.partial(self._draw, strategy, None, trial.prompts, rows, trial.sampling)
+            draw = functools.partial(self._sample_with, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
                 results = gather(compare_sampling(self._base, trial, draw))
             # Of all ranks the same one, so that all choose the same strategy.
@@ -134,14 +134,14 @@ class InProcess:
         """Return whether a prompt is forwarded once for all its completions."""
         return self._strategy == Strategy.SHARED_PREFIX
 
-    def _draw(
+    def _sample_with(
         self, strategy: Strategy, engine: Engine | None, prompts: Prompts, rows: CompletionCollector, sampling: Sampling
     ) -> Completions:
         """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
         if strategy == Strategy.SHARED_PREFIX:
-            uniform_SN = _uniform(len(prompts), rows.count, sampling)
+            uniform_SN = _uniform_numbers(len(prompts), rows.count, sampling)
             for wave in self._waves(prompts, rows.count, sampling):
-                self._decode(prompts, wave, sampling, uniform_SN, rows)
+                self._sample_wave(prompts, wave, sampling, uniform_SN, rows)
         else:
             hf_generate(self._model, engine, prompts, rows, sampling, cached=strategy == Strategy.GENERATE)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
@@ -159,7 +159,7 @@ class InProcess:
         self._steps.release()
         self._decoder.release()
 
-    def _check(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
+    def _check_request(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
         """Raise for requests that cannot be sampled."""
         if count < 1 or sampling.max_new_tokens < 1:
             raise UserError(f"nothing to sample: {count} completions of {sampling.max_new_tokens} tokens")
@@ -171,14 +171,14 @@ class InProcess:
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise where a prompt of so many tokens with so many new ones exceeds the model's positions."""
-        limit = self._positions()
+        limit = self._max_positions()
         if limit and prompt + new > limit:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {limit} positions of the model: shorten "
                 "the prompts (`max_prompt_length`) or the completions (`max_completion_length`)"
             )
 
-    def _positions(self) -> int | None:
+    def _max_positions(self) -> int | None:
         limit = getattr(self._base.config.get_text_config(), "max_position_embeddings", None) or 0
         return limit if limit > 0 else None  # some say -1 where there is no limit
 
@@ -187,11 +187,11 @@ class InProcess:
         completion_length = self._steps.rounded_length(sampling.max_new_tokens)
         longest = self._steps.rounded_length(max(len(prompt) for prompt in prompts))
         tokens = longest + completion_length * self._steps.rounded(count)
-        most = max(1, self._memory() // (self._decoder.token_bytes() * tokens))
+        most = max(1, self._kv_memory() // (self._decoder.token_bytes() * tokens))
         waves = math.ceil(len(prompts) / most)
         return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), waves)]
 
-    def _memory(self) -> int:
+    def _kv_memory(self) -> int:
         """Return the bytes that keys and values may take."""
         if self._cache_bytes is not None:
             return self._cache_bytes
@@ -201,7 +201,7 @@ class InProcess:
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return (free + idle + self._decoder.arena.bytes()) // 2
 
-    def _decode(
+    def _sample_wave(
         self, prompts: Prompts, wave: list[int], sampling: Sampling, uniform_SN: Tensor, rows: CompletionCollector
     ) -> None:
         """Sample the completions of one wave."""
@@ -223,14 +223,14 @@ class InProcess:
                 rows.take(start, *pending(), at)
             if sampled == sampling.max_new_tokens or not rows.alive_S[slots[slots >= 0]].any():
                 return
-            slots = self._shrunk(slots, rows)
+            slots = self._shrink_grid(slots, rows)
             stop = min(sampled + steps.block, sampling.max_new_tokens)
             for column in range(sampled, stop):
                 steps.advance(column)
             queue.append((sampled, steps.read(sampled, stop), slots))
             sampled = stop
 
-    def _shrunk(self, slots: NDArray[np.int64], rows: CompletionCollector) -> NDArray[np.int64]:
+    def _shrink_grid(self, slots: NDArray[np.int64], rows: CompletionCollector) -> NDArray[np.int64]:
         """Drop finished groups and members from the grid where that pays; return the rows in its slots."""
         if slots.size <= self._steps.smallest:
             return slots
@@ -242,7 +242,7 @@ class InProcess:
         return slots
 
 
-def _uniform(prompts: int, count: int, sampling: Sampling) -> Tensor:
+def _uniform_numbers(prompts: int, count: int, sampling: Sampling) -> Tensor:
     """Return random numbers for each token of each completion."""
     length = sampling.max_new_tokens
     if sampling.seeds is not None:

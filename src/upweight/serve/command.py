@@ -39,7 +39,7 @@ class Command:
 def serve_command(config: Config, *, python: str = sys.executable) -> Command:
     """Return the server command for training with `config`; `python` is the interpreter that has vLLM."""
     # The module and not the `vllm` script, which fails for vLLM's CPU packages because they have another name.
-    return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(config)), _variables(config))
+    return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_flags(config)), _environment(config))
 
 
 def warnings_of(config: Config, version: str) -> Iterator[str]:
@@ -53,7 +53,7 @@ def warnings_of(config: Config, version: str) -> Iterator[str]:
         yield f"vLLM {version} is not tested; {' and '.join(TESTED_VLLM)} are"
 
 
-def _arguments(config: Config) -> Iterator[str]:
+def _flags(config: Config) -> Iterator[str]:
     """Yield the arguments of the server: flags, each followed by its value if it takes one."""
     model, vllm = config.model, config.vllm
     if model.base_model is None:
@@ -94,7 +94,7 @@ def _passed_on(vllm: VllmSection) -> dict[str, Any]:
     return {flag: values[path] for path, flag in sorted(flags.items())}
 
 
-def _variables(config: Config) -> dict[str, str]:
+def _environment(config: Config) -> dict[str, str]:
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if adapter_alone(config.adapter, config.rollout.lora_sync):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -48,7 +48,7 @@ def training_arguments(
         return _script_arguments(config, script_args, sharding, dtype)
     optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
-    metric, more_is_better = _comparison(config)
+    metric, more_is_better = _best_metric(config)
     tf32 = is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
     arguments = _passed_on(config)
     arguments |= dict(
@@ -56,7 +56,7 @@ def training_arguments(
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
         **_optimizer_arguments(optim, more_is_better=more_is_better),
-        warmup_steps=_warmup(config, total),
+        warmup_steps=_warmup_steps(config, total),
         data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
         tf32=tf32 if torch.cuda.is_available() else None,
@@ -161,7 +161,7 @@ def set_for_feed(arguments: TrainingArguments) -> None:
     arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
 
 
-def _warmup(config: Config, total: int) -> int:
+def _warmup_steps(config: Config, total: int) -> int:
     """Return the steps of linear warm-up; by default 3% of all, at most 100."""
     optim = config.optim
     steps = min(math.ceil(0.03 * total), 100)
@@ -173,7 +173,7 @@ def _warmup(config: Config, total: int) -> int:
     return steps - 1 if optim.scheduler == "polynomial" and steps == total else steps
 
 
-def _comparison(config: Config) -> tuple[str | None, bool | None]:
+def _best_metric(config: Config) -> tuple[str | None, bool | None]:
     """Return the metric that compares evaluations, where a setting needs it, and whether greater is better."""
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
@@ -187,10 +187,10 @@ def _comparison(config: Config) -> tuple[str | None, bool | None]:
 def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     """Return when to save and evaluate; with `load_best`, save steps are a multiple of the evaluation steps."""
     run = config.run
-    saving = _every("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch)
+    saving = _strategy_and_steps("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch)
     if not (config.data.test_datasets or config.data.val_set_size):
         return saving | {"eval_strategy": "no"}
-    evaluating = _every("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
+    evaluating = _strategy_and_steps("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
     by_steps = saving["save_strategy"] == evaluating["eval_strategy"] == "steps"
     if run.load_best and by_steps and not (run.save_steps and run.eval_steps):
         saved = saving.get("save_steps", DEFAULT_SAVE_STEPS)
@@ -201,7 +201,7 @@ def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, A
     return {**saving, **evaluating, "eval_on_start": on_start}
 
 
-def _every(
+def _strategy_and_steps(
     what: str, strategy: str | None, steps: float | None, per_epoch: int | None, steps_per_epoch: int
 ) -> dict[str, Any]:
     """Return the strategy and steps of saving or evaluating; below 1, `steps` are a share of all steps."""

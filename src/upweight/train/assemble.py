@@ -75,8 +75,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows
         require_shareable(load_model_config(config.model), context.size)
     set_seed(config.optim.seed)
-    tokenizer = _tokenizer(config, objects)
-    data = _data(config, objects, tokenizer)
+    tokenizer = _load_tokenizer(config, objects)
+    data = _prepare_data(config, objects, tokenizer)
     if isinstance(data.train, RowFeed):
         refuse_dispatch(objects.arguments)
     env_setup = environment_setup(config, objects)
@@ -121,14 +121,14 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         shuffle=not (config.data.curriculum or config.data.curriculum_column),
         allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
-        callbacks=[*objects.callbacks, *(build() for build in user_code.callbacks), *_callbacks(policy, objects)],
+        callbacks=[*objects.callbacks, *(build() for build in user_code.callbacks), *_sync_callbacks(policy, objects)],
         objects=objects,
         user_code=user_code,
         recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 
 
-def _tokenizer(config: Config, objects: Objects) -> Tokenizer:
+def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
     """Return the tokenizer of the script, else of the model. A script's EOS and padding tokens must be in it."""
     tokenizer = objects.tokenizer
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
@@ -159,7 +159,7 @@ class Data:
     encode: Callable[..., Dataset] | None = None  # (raw rows, name of their argument) -> prepared rows
 
 
-def _data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
+def _prepare_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
     """Prepare the rows of a run, and set the chat template that rendered them in the tokenizer."""
     if objects.read_rows is not None:
         return _script_data(config, objects, tokenizer)
@@ -272,7 +272,7 @@ def _separate_reference(config: Config, objects: Objects, dtype: torch.dtype, to
     return partial(load, config.model, tokenizer=tokenizer) if config.adapter.separate_reference else None
 
 
-def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
+def _sync_callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
     """Return the callbacks that sync compute copies and the reference with the trained weights."""
     callbacks: list[TrainerCallback] = []
     if objects.from_script and policy.copies is not None:

@@ -37,7 +37,7 @@ class StepBatchSampler(Sampler[list[int]]):
     steps_done: Callable[[], int] = lambda: 0  # so far in the training: they decide the epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order(self.steps_done() // len(self))
+        order = self._epoch_order(self.steps_done() // len(self))
         for step in range(len(self)):
             yield order[step * self.batch_size : (step + 1) * self.batch_size].tolist()
 
@@ -47,9 +47,9 @@ class StepBatchSampler(Sampler[list[int]]):
     def rows_of(self, step: int) -> list[int]:
         """Return the row numbers of a step, counted from 0 over all epochs."""
         epoch, number = divmod(step, len(self))
-        return self._order(epoch)[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+        return self._epoch_order(epoch)[number * self.batch_size : (number + 1) * self.batch_size].tolist()
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
+    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         order = np.arange(self.num_rows)
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)

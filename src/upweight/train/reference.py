@@ -79,17 +79,17 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
         with np.load(file) as saved:
             logps = np.split(saved["logps"], saved["ends"][:-1])
         logger.info("reference log-probs: read from %s", file)
-    return RowsWithReference(rows, _columns(runner.method), logps)
+    return RowsWithReference(rows, _ref_columns(runner.method), logps)
 
 
-def _columns(method: Method) -> tuple[str, ...]:
+def _ref_columns(method: Method) -> tuple[str, ...]:
     sides = ("chosen", "rejected") if method.data == "pairs" else ("completion",)
     return tuple(f"ref_{side}_logps" for side in sides)
 
 
 def _fingerprint(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> str:
     """Return a hash of what the log-probs depend on: rows, weights, precision."""
-    known = hashlib.sha256(f"{len(rows)} {runner.dtype} {how.no_adapter} {_columns(runner.method)}".encode())
+    known = hashlib.sha256(f"{len(rows)} {runner.dtype} {how.no_adapter} {_ref_columns(runner.method)}".encode())
     for number in (0, len(rows) // 2, len(rows) - 1):
         ids = {name: list(value) for name, value in sorted(rows[number].items()) if name.endswith("_ids")}
         known.update(str(ids).encode())

@@ -34,17 +34,17 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
             if number and stage.model.base_model == str(merged) and not merged.exists():
                 merge_adapter(AdapterFolder(config.stages[number - 1].model, merged.parent), merged)
             run_stage(number, resume and number == finished)
-            write_text(folders[number] / DONE, json.dumps(_summary(stage)))
+            write_text(folders[number] / DONE, json.dumps(_stage_summary(stage)))
     finally:
         report_on(Path(config.run.output_dir))
-    table = _table(folders)
+    table = _stage_table(folders)
     text = ["# Stages", "", *table, "", f"The result is in `{folders[-1].name}`.", ""]
     write_text(Path(config.run.output_dir) / REPORT, "\n".join(text))
     for line in table:
         logger.info("%s", line)
 
 
-def _summary(stage: Config) -> dict[str, Any]:
+def _stage_summary(stage: Config) -> dict[str, Any]:
     """Return the summary of a finished stage: its steps, and the first and last reward or loss."""
     folder = Path(stage.run.output_dir)
     if not (folder / METRICS).is_file():
@@ -56,7 +56,7 @@ def _summary(stage: Config) -> dict[str, Any]:
     return dict(zip(HEADINGS, (folder.name, stage.method.name, steps, metric, values[0], values[-1]), strict=True))
 
 
-def _table(folders: list[Path]) -> list[str]:
+def _stage_table(folders: list[Path]) -> list[str]:
     """Return a Markdown table with one line per stage."""
     lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     for folder in folders:

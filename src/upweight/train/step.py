@@ -61,7 +61,7 @@ class StepRunner:
         sources: Sequence[int] | None = None,  # of the units, by number
     ) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
-        counts = self._counts(units, known_counts or {})  # those known span more than this step
+        counts = self._step_counts(units, known_counts or {})  # those known span more than this step
         forwarded = units
         if self.skip_zero_advantage:
             forwarded = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
@@ -79,7 +79,7 @@ class StepRunner:
             if self._under_zero:  # DeepSpeed steps in the last backward
                 self.accelerator.sync_gradients = last
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
-                out = self._outputs(model, row, ref_logps[number])
+                out = self._row_outputs(model, row, ref_logps[number])
                 loss, metrics = self._packed_loss(out, row, counts, prepared)
                 self.accelerator.backward(loss)
             metered.append(metrics)
@@ -101,7 +101,7 @@ class StepRunner:
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.unit_numbers and self._reports)
         return total
 
-    def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
+    def _step_counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the counts of the whole step, which every rank holds."""
         counts = self.method.count(count_batch(units, self.method.head == "tokens"))
         counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
@@ -115,19 +115,19 @@ class StepRunner:
         ref_logps: list[Tensor | None] = []
         with torch.no_grad():
             for row in rows:
-                out = self._outputs(model, row, None)
+                out = self._row_outputs(model, row, None)
                 ref_logps.append(out.ref_logps_T)
                 if row.unit_numbers:
                     for name, values in self.method.collect(out, row.batch).items():
                         collected.setdefault(name, []).append(values.float())
-        return ref_logps, self.method.prepare(self._join(collected))
+        return ref_logps, self.method.prepare(self._join_ranks(collected))
 
     def _taught(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterable[PackedRow]:
         """Return the rows with what their scored tokens are compared with, where the loss compares them."""
         compares = self.teachers is not None and self.method.evaluates_loss
         return self.teachers.taught(model, rows, units) if self.teachers is not None and compares else rows
 
-    def _outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
+    def _row_outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
         """Return the policy's outputs of a row with the reference log-probs."""
         batch = row.batch
         known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
@@ -152,11 +152,11 @@ class StepRunner:
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
         """Return the loss sums of a step over all ranks, without gradients, and the counts to divide them by."""
         rows = self.packer.rows(units, self.token_budget)
-        counts = self._counts(units, {})
+        counts = self._step_counts(units, {})
         ref_logps, prepared = self._prepare(model, rows)
         sums = {name: torch.zeros_like(count) for name, count in counts.items()}
         for number, row in enumerate(self._taught(model, rows, units)):
-            out = self._outputs(model, row, ref_logps[number])
+            out = self._row_outputs(model, row, ref_logps[number])
             if row.unit_numbers:
                 loss = self.method.loss(out, row.batch, prepared)
                 self.meters.add(loss.metrics)
@@ -197,7 +197,7 @@ class StepRunner:
         logps = {number: parts for of_rank in gathered for number, parts in of_rank.items()}
         return [logps[number] for number in range(len(units))]
 
-    def _join(self, collected: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    def _join_ranks(self, collected: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """Concatenate the values of all rows and ranks; ranks pad with NaN to the longest."""
         if self.accelerator.num_processes == 1:
             return {name: torch.cat(values) for name, values in collected.items()}

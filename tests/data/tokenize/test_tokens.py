@@ -27,9 +27,9 @@ def test_shared_pieces_are_tokenised_once():
     seen = []
 
     class Counting(TextTokens):
-        def _whole(self, texts):
+        def _encode_whole(self, texts):
             seen.append(list(texts))
-            return super()._whole(texts)
+            return super()._encode_whole(texts)
 
     tokenizer = TOKENIZERS["chatml"]
     prompt = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"

@@ -11,7 +11,7 @@ from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
-from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter, merge_by_file
+from upweight.models.adapters.merge import AdapterFolder, merge_adapter, merge_by_file, merge_error
 from upweight.models.load import load_model
 from upweight.runs.checkpoints import mark_whole
 
@@ -101,7 +101,7 @@ def test_merged_folder_is_whole_and_in_the_dtype_of_the_base(tmp_path):
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
     assert not list(tmp_path.glob("*.partial"))
-    assert 0 < difference(what, tmp_path / "merged") < 0.5
+    assert 0 < merge_error(what, tmp_path / "merged") < 0.5
     with pytest.raises(UserError, match="exists already"):
         merge_adapter(what, tmp_path / "merged")
 
@@ -109,8 +109,8 @@ def test_merged_folder_is_whole_and_in_the_dtype_of_the_base(tmp_path):
 def test_difference_sees_a_merge_that_went_wrong(tmp_path):
     what, _ = adapted(tmp_path)
     merge_adapter(what, tmp_path / "merged")
-    assert difference(what, tmp_path / "merged") < 1e-3
-    assert difference(what, tmp_path / "base") > 0.05
+    assert merge_error(what, tmp_path / "merged") < 1e-3
+    assert merge_error(what, tmp_path / "base") > 0.05
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_reward_model_brings_its_head(tmp_path):
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(merged(input_ids=IDS).logits, right, atol=1e-5)
     assert "lm_head.weight" not in load_all(tmp_path / "merged")
-    assert difference(what, tmp_path / "merged") < 1e-4
+    assert merge_error(what, tmp_path / "merged") < 1e-4
 
 
 def test_files_that_name_weights_otherwise_are_merged_whole(tmp_path):

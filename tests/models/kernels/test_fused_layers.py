@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from tiny_models import tiny
 from upweight.models.kernels.fused_layers import (
-    _gated,
+    _gated_mlp,
     _norm,
-    _product,
-    _slopes,
+    _silu_gradients,
+    _silu_product,
     concatenated_outputs,
     fuse_layers,
     fuse_projections,
@@ -31,20 +31,20 @@ def modules_of(kind: str, ending: str) -> list[nn.Module]:
 @pytest.mark.parametrize("kind", PLAIN)
 def test_plain_norms_and_blocks_prove_themselves(kind: str):
     assert all(same_output(norm, _norm) for norm in modules_of(kind, "RMSNorm"))
-    assert all(same_output(block, _gated) for block in modules_of(kind, "MLP"))
+    assert all(same_output(block, _gated_mlp) for block in modules_of(kind, "MLP"))
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_other_norms_and_blocks_do_not(kind: str):
     assert not any(same_output(norm, _norm) for norm in modules_of(kind, "RMSNorm"))
-    assert not any(same_output(block, _gated) for block in modules_of(kind, "MLP"))
+    assert not any(same_output(block, _gated_mlp) for block in modules_of(kind, "MLP"))
 
 
 def test_slopes_are_autograds():
     gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     grad = torch.randn(5, 7, dtype=torch.float64)
-    right = torch.autograd.grad(_product(gate, up), (gate, up), grad)
-    for found, wanted in zip(_slopes(grad, gate.detach(), up.detach()), right, strict=True):
+    right = torch.autograd.grad(_silu_product(gate, up), (gate, up), grad)
+    for found, wanted in zip(_silu_gradients(grad, gate.detach(), up.detach()), right, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
 
 

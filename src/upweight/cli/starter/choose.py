@@ -19,7 +19,7 @@ def run(flags: Mapping[str, str | None]) -> None:
     while not isinstance(question, str):
         answer = flags.get(question["flag"]) or _ask(question)
         if answer not in question["options"]:
-            raise UserError(f"{question['flag']} {answer}: {_choices(question)}")
+            raise UserError(f"{question['flag']} {answer}: {_list_choices(question)}")
         question = question["options"][answer]["next"]
     print(f"upweight init {question}")
 
@@ -27,7 +27,7 @@ def run(flags: Mapping[str, str | None]) -> None:
 def _ask(question: Question) -> str:
     """Ask on the terminal; return the answer given by number or by word."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError(f"{question['text']} {_choices(question)}")
+        raise UserError(f"{question['text']} {_list_choices(question)}")
     words = list(question["options"])
     print(question["text"])
     for number, word in enumerate(words, 1):
@@ -41,6 +41,6 @@ def _ask(question: Question) -> str:
         print(f"a number from 1 to {len(words)}, or one of {', '.join(words)}")
 
 
-def _choices(question: Question) -> str:
+def _list_choices(question: Question) -> str:
     options = question["options"].items()
     return "Choose one of these:" + "".join(f"\n  {question['flag']} {word:<16}{to['label']}" for word, to in options)

@@ -18,7 +18,7 @@ def sources(config: Config) -> Iterator[str]:
         yield f"dataset_shard_idx: must be below dataset_shard_num ({section.shard_count})."
     if section.contamination and not section.test_datasets and not section.val_set_size:
         yield "dataset_contamination_check: there are no evaluation rows. Set 'test_datasets' or 'val_set_size'."
-    yield from _template("", section)
+    yield from _check_template("", section)
     for key, row in entries(config):
         if row.path is None and row.data_files is None:
             yield f"{key}: names no data. Set 'path' or 'data_files'."
@@ -26,7 +26,7 @@ def sources(config: Config) -> Iterator[str]:
             yield f"{key}.filter: there is no '{row.filter}'. Name a function as 'file.function'."
         if row.shards and row.shards_idx >= row.shards:
             yield f"{key}.shards_idx: must be below shards ({row.shards})."
-        yield from _template(f"{key}.", row)
+        yield from _check_template(f"{key}.", row)
 
 
 def entries(config: Config) -> Iterator[tuple[str, DatasetSpec]]:
@@ -36,7 +36,7 @@ def entries(config: Config) -> Iterator[tuple[str, DatasetSpec]]:
             yield f"{key}[{number}]", row
 
 
-def _template(key: str, section: DataSection | DatasetSpec) -> Iterator[str]:
+def _check_template(key: str, section: DataSection | DatasetSpec) -> Iterator[str]:
     chosen = "tokenizer_default" if section.chat_template is None else section.chat_template
     plain = chosen.removeprefix(FALLBACK_PREFIX)
     if plain == "jinja" and not section.chat_template_jinja:

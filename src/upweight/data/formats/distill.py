@@ -104,11 +104,11 @@ def conversation(setup: Setup, row: Row) -> list[Example]:
     return [replace(example, columns=columns, truth=truth)]
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
+def trl_columns(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`: a prompt, with a completion where not all are sampled, or messages."""
     if not row.has("prompt"):
         return conversation(setup, row)
-    (prompt,) = prompts.untyped(setup, row)
+    (prompt,) = prompts.trl_columns(setup, row)
     assert isinstance(prompt, Prompt)
     columns = {name: value for name, value in prompt.columns.items() if name != "completion"}
     prompt = replace(prompt, columns=columns)
@@ -131,6 +131,6 @@ FORMATS: dict[str, Format] = {
     "chat_template.default": either(sft.chat, conversation),
     "sharegpt": either(sft.chat, conversation),
     "user_defined": either(sft.instruction, prompts.user_defined),
-    "passthrough": either(sft.untyped, untyped),
+    "passthrough": either(sft.trl_columns, trl_columns),
     "axolotl.integrations.kd.chat_template": either(sft.chat, conversation),
 }

@@ -136,12 +136,12 @@ def document(setup: Setup, row: Row) -> list[Example]:
     return [Text.joined(prompt, row.text(row.first_of("output", "completion", "answer")))]
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
+def trl_columns(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`: token ids, a prompt with its true completion, messages, or text."""
     if row.has("input_ids"):
         return [sft.token_ids(setup, row)]
     if row.has("prompt"):
-        (prompt,) = prompts.untyped(setup, row)
+        (prompt,) = prompts.trl_columns(setup, row)
         assert isinstance(prompt, Prompt)
         key = next((name for name in TRUTH_COLUMNS if prompt.columns.get(name) is not None), "ground_truth")
         truth, conversation = checked_text(prompt.columns.pop(key, None), key), None
@@ -168,5 +168,5 @@ FORMATS: dict[str, Format] = {
     "ebft_strided_chat.transform": document_of_chat,
     "chat_template": first_turn,
     "completion": sft.completion,
-    "passthrough": untyped,
+    "passthrough": trl_columns,
 }

@@ -65,7 +65,7 @@ def _user_defined_single(setup: Setup, row: Row) -> list[Example]:
     return [Completions(prompt_of_form(setup, row), {"completion": completion}, label(row, form.field_label))]
 
 
-def _untyped_single(setup: Setup, row: Row) -> list[Example]:
+def _trl_columns(setup: Setup, row: Row) -> list[Example]:
     prompt, completion = row.value("prompt"), row.value("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return [Completions(row.text("prompt"), {"completion": row.text("completion")}, label(row))]
@@ -96,7 +96,7 @@ SINGLE: dict[str, Format] = {
     "chat_template.default": _templated_single,
     "user_defined": _user_defined_single,
     "user_defined.default": _user_defined_single,
-    "passthrough": _untyped_single,
+    "passthrough": _trl_columns,
 }
 FORMATS: dict[str, Format] = {
     name: partial(or_pairs, SINGLE[name], paired) if name in SINGLE else partial(unpaired, paired)

@@ -18,7 +18,7 @@ def gym(setup: Setup, row: Row) -> list[Example]:
     params = row.get(PARAMS)
     if not isinstance(params, Mapping) or params.get("input") is None:
         raise RowError(PARAMS, f"a mapping with `input`, got {describe_value(params)}")
-    messages = setup.reader.messages(_items(params), f"{PARAMS}.input")
+    messages = setup.reader.messages(_input_messages(params), f"{PARAMS}.input")
     conversation = setup.reader.conversation(Row(), messages)
     tools = tools_of(row)
     check_all_text(tools, f"{PARAMS}.tools")
@@ -48,7 +48,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in functions]
 
 
-def _items(params: Mapping[str, Any]) -> Any:
+def _input_messages(params: Mapping[str, Any]) -> Any:
     """Return the input as messages; in the Responses API tool calls and their outputs are separate items."""
     items, system = params["input"], params.get("instructions")
     messages: list[Any] = [{"role": "system", "content": system}] if system else []

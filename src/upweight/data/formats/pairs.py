@@ -115,7 +115,7 @@ def _from_columns(setup: Setup, row: Row) -> PairMessages:
     return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), "input"
 
 
-def _untyped_messages(setup: Setup, row: Row) -> PairMessages:
+def _trl_messages(setup: Setup, row: Row) -> PairMessages:
     """Read two completions with a prompt before them, or two conversations whose common beginning is the prompt."""
     better, worse = (setup.reader.responses(row.value(key), key) for key in ("chosen", "rejected"))
     # Completions that begin with another role's turn hold the whole conversation, whatever `prompt` holds.
@@ -151,7 +151,7 @@ def user_defined(setup: Setup, row: Row) -> list[Example]:
     return pair(row, prompt_of_form(setup, row), chosen, rejected)
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
+def trl_columns(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`: text or messages, with a prompt or without, or token ids."""
     if setup.method.head == "sequence_score":
         for suffix in ("ids", "input_ids"):  # the latter is TRL's earlier name
@@ -159,7 +159,7 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
                 return [token_ids(row, suffix)]
     is_text = isinstance(row.value("chosen"), str) and isinstance(row.value("rejected"), str)
     if not is_text or isinstance(row.value("prompt"), list | tuple):
-        return templated(_untyped_messages, setup, row)
+        return templated(_trl_messages, setup, row)
     better, worse = row.text("chosen"), row.text("rejected")
     if row.has("prompt"):
         return pair(row, row.text("prompt"), better, worse)
@@ -214,5 +214,5 @@ FORMATS: dict[str, Format] = {
     "bradley_terry.chat_template": partial(templated, _from_columns),
     "user_defined": user_defined,
     "user_defined.default": user_defined,
-    "passthrough": untyped,
+    "passthrough": trl_columns,
 }

@@ -90,7 +90,7 @@ def pretrain(setup: Setup, row: Row) -> list[Example]:
     return [Pieces(row.text(setup.entry.text_column or "text"), windows=True)]
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
+def trl_columns(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`; their columns decide the format."""
     if row.has("input_ids"):
         return [token_ids(setup, row)]
@@ -146,6 +146,6 @@ FORMATS: dict[str, Format] = {
     "completion": pieces,
     "pretrain": pretrain,
     "user_defined": instruction,
-    "passthrough": untyped,
+    "passthrough": trl_columns,
     **prompt_styles.FORMATS,
 }

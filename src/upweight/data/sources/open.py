@@ -138,7 +138,7 @@ class OpenedDataset:
 
     def rows(self) -> RowSelection:
         """Return the rows of the entry's split, `skip`, shard and `max_samples`."""
-        rows = RowSelection.join([self._selected(part) for part in self.parts])
+        rows = RowSelection.join([self._select_split(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
         return rows.select(select_from_entry(self.entry, len(rows), self.seed, self.where))
@@ -167,7 +167,7 @@ class OpenedDataset:
             raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
         return split or next(iter(part))
 
-    def _selected(self, part: dict[str, list[Source]]) -> RowSelection:
+    def _select_split(self, part: dict[str, list[Source]]) -> RowSelection:
         split = self._split(part)
         whole = {
             name: RowSelection.join([RowSelection.of(one) for one in sources if not isinstance(one, RowStream)])
@@ -185,11 +185,11 @@ class OpenedDataset:
 def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetSpec]]:
     """Yield every entry with its key and index; a file that is also a Gym dataset is read once, as the Gym's."""
     gym = [_gym_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
-    files = {file for row in gym if (file := _file(row.path, config.folder))}
+    files = {file for row in gym if (file := _existing_file(row.path, config.folder))}
     data = config.data
     for key, rows in (("datasets", data.datasets), ("nemo_gym_datasets", gym), ("test_datasets", data.test_datasets)):
         for number, row in enumerate(rows):
-            if key == "datasets" and _file(row.path, config.folder) in files:
+            if key == "datasets" and _existing_file(row.path, config.folder) in files:
                 logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too; it is read once", number, row.path)
             else:
                 yield key, number, row
@@ -201,11 +201,11 @@ def _gym_entry(config: Config, dataset: GymDataset) -> DatasetSpec:
     # The Gym's folder is a clone of its repository or a virtual environment with it installed.
     parents = (root, *root.glob("lib/python3*/site-packages"), Path())
     candidates = [str(parent / path) for parent in parents]
-    file = next((name for name in candidates if _file(name, config.folder)), candidates[0])
+    file = next((name for name in candidates if _existing_file(name, config.folder)), candidates[0])
     return DatasetSpec(path=file, type="nemo_gym", server_name=dataset.server_name, max_samples=dataset.max_samples)
 
 
-def _file(path: str | None, folder: Path) -> Path | None:
+def _existing_file(path: str | None, folder: Path) -> Path | None:
     return next((candidate.resolve() for candidate in _lookup_paths(path or "", folder) if candidate.is_file()), None)
 
 
@@ -221,63 +221,63 @@ def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool =
         datasets.disable_progress_bars()
     try:
         with activity(f"opening {where} (hub_timeout)"):
-            parts = tuple(_open(entry, name, where, folder) for name in names)
+            parts = tuple(_open_sources(entry, name, where, folder) for name in names)
     except UserError:  # which is a ValueError
         raise
     except LOADING_ERRORS as error:
-        remedy = ". Save it as UTF-8" if "codec can't decode" in _reason(error) else ""
-        raise UserError(f"{where}: cannot be loaded: {_reason(error)}{remedy}") from error
+        remedy = ". Save it as UTF-8" if "codec can't decode" in _root_reason(error) else ""
+        raise UserError(f"{where}: cannot be loaded: {_root_reason(error)}{remedy}") from error
     finally:
         if quiet:
             datasets.enable_progress_bars()
     return OpenedDataset(entry, where, parts, evaluation, seed)
 
 
-def _open(entry: DatasetSpec, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
+def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
     """Return the sources of one entry (and one of its names), by split."""
     path, kind, streaming = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type), bool(entry.streaming)
     if path and "://" in path:
-        file_kind = kind or FILE_KINDS.get(_ending(Path(path)), "json")
-        return _tables(file_kind, data_files=path, streaming=streaming)
+        file_kind = kind or FILE_KINDS.get(_file_suffix(Path(path)), "json")
+        return _load_tables(file_kind, data_files=path, streaming=streaming)
     local = next((candidate for candidate in _lookup_paths(path, folder) if candidate.exists()), None) if path else None
     if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
-        return _files(_matching_files(entry, where, local, folder), kind, streaming)
+        return _sources(_matching_files(entry, where, local, folder), kind, streaming)
     if local and local.is_file():
-        return _files([local], kind, streaming)
+        return _sources([local], kind, streaming)
     if local:
         return _open_folder(local, name, kind, streaming)
     if glob.has_magic(path):
         pattern = entry.model_copy(update={"data_files": path})
-        return _files(_matching_files(pattern, where, None, folder), kind, streaming)
-    tried = _tried(path, folder)
+        return _sources(_matching_files(pattern, where, None, folder), kind, streaming)
+    tried = _paths_tried(path, folder)
     # Such a path cannot be the name of a dataset on the hub.
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
-    if by_form or _ending(Path(path)) in FILE_KINDS:
-        raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar(path, folder)}")
+    if by_form or _file_suffix(Path(path)) in FILE_KINDS:
+        raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar_to(path, folder)}")
     try:
         options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
-        return _tables(path, **options, streaming=streaming)
+        return _load_tables(path, **options, streaming=streaming)
     except LOADING_ERRORS as error:
         offline = " The hub is disabled (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
-        problem = f"is no file or folder (tried {tried}), and it cannot be loaded from the hub: {_reason(error)}."
-        raise UserError(f"{where}: {problem}{offline}{_similar(path, folder)}") from error
+        problem = f"is no file or folder (tried {tried}), and it cannot be loaded from the hub: {_root_reason(error)}."
+        raise UserError(f"{where}: {problem}{offline}{_similar_to(path, folder)}") from error
 
 
-def _files(files: list[Path], kind: str | None, streaming: bool = False) -> dict[str, list[Source]]:
+def _sources(files: list[Path], kind: str | None, streaming: bool = False) -> dict[str, list[Source]]:
     """Open files that together make the split `train`."""
     if streaming:
-        return {"train": [FileStream(files, [kind or FILE_KINDS.get(_ending(file), "json") for file in files])]}
+        return {"train": [FileStream(files, [kind or FILE_KINDS.get(_file_suffix(file), "json") for file in files])]}
     sources: list[Source] = []
     for file in files:
-        file_kind = kind or FILE_KINDS.get(_ending(file), "json")
+        file_kind = kind or FILE_KINDS.get(_file_suffix(file), "json")
         if file_kind in ("json", "text"):
             sources.append(LineFile(file, "json" if file_kind == "json" else "text"))
         else:
             if file_kind == "parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
                 raise UserError(f"{file}: has no rows.")
-            sources += _tables(file_kind, data_files=str(file), **_options(file_kind, file))["train"]
+            sources += _load_tables(file_kind, data_files=str(file), **_csv_options(file_kind, file))["train"]
     return {"train": sources}
 
 
@@ -298,7 +298,7 @@ def _open_folder(folder: Path, name: str | None, kind: str | None, streaming: bo
         builder.download_and_prepare()
         return _by_split(builder.as_dataset())
     return {
-        str(split): _files([Path(file) for file in paths], file_kind, streaming)["train"]
+        str(split): _sources([Path(file) for file in paths], file_kind, streaming)["train"]
         for split, paths in files.items()
     }
 
@@ -311,7 +311,7 @@ def _saved_files(saved: datasets.Dataset) -> RowStream:
     return IterableStream(saved.to_iterable_dataset())
 
 
-def _tables(path: str, **options: Any) -> dict[str, list[Source]]:
+def _load_tables(path: str, **options: Any) -> dict[str, list[Source]]:
     return _by_split(datasets.load_dataset(path, **options))
 
 
@@ -324,7 +324,7 @@ def _source(dataset: Any) -> Source:
     return IterableStream(dataset) if isinstance(dataset, datasets.IterableDataset) else Table(dataset)
 
 
-def _options(kind: str, file: Path) -> dict[str, Any]:
+def _csv_options(kind: str, file: Path) -> dict[str, Any]:
     """Return the options for reading a CSV: every cell is read as text."""
     if kind != "csv":
         return {}
@@ -351,7 +351,7 @@ def _matching_files(entry: DatasetSpec, where: str, inside: Path | None, folder:
         matches = next(filter(None, (sorted(glob.glob(str(path), recursive=True)) for path in candidates)), [])
         files += [Path(match) for match in matches if Path(match).is_file()]
         if not matches:
-            tried = str(candidates[0]) if inside else _tried(pattern, folder)
+            tried = str(candidates[0]) if inside else _paths_tried(pattern, folder)
             raise UserError(f"{where}: data_files: no file matches {pattern!r}. Tried {tried}.")
     return files
 
@@ -366,20 +366,20 @@ def _lookup_paths(path: str, folder: Path) -> list[Path]:
     return [expanded, folder / expanded]
 
 
-def _tried(path: str, folder: Path) -> str:
+def _paths_tried(path: str, folder: Path) -> str:
     return " and ".join(dict.fromkeys(str(candidate.absolute()) for candidate in _lookup_paths(path, folder)))
 
 
-def _similar(path: str, folder: Path) -> str:
+def _similar_to(path: str, folder: Path) -> str:
     parents = [candidate.parent for candidate in _lookup_paths(path, folder) if candidate.parent.is_dir()]
     return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
 
 
-def _ending(file: Path) -> str:
+def _file_suffix(file: Path) -> str:
     return (Path(file.stem) if file.suffix.lower() in COMPRESSED else file).suffix.lower()
 
 
-def _reason(error: BaseException) -> str:
+def _root_reason(error: BaseException) -> str:
     """Return the first line of the root cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__

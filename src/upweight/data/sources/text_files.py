@@ -52,17 +52,17 @@ class LineFile:
         return [str(self.path.resolve()), stat.st_size, stat.st_mtime_ns]
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._row_spans)
 
     def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        return [self._parse(int(index)) for index in indices]
+        return [self._parse_row(int(index)) for index in indices]
 
     def location(self, index: int) -> str:
         """Return the number of a row, counted from 0, and its line, counted from 1."""
-        return f"row {index} ({self.path.name}:{self._spans[index, 2]})"
+        return f"row {index} ({self.path.name}:{self._row_spans[index, 2]})"
 
     @cached_property
-    def _bytes(self) -> mmap.mmap | bytes:
+    def _read_bytes(self) -> mmap.mmap | bytes:
         opener = COMPRESSED.get(self.path.suffix.lower())
         try:
             with tempfile.TemporaryFile() if opener else self.path.open("rb") as file:
@@ -75,25 +75,25 @@ class LineFile:
             raise UserError(f"{self.path}: cannot be read ({error}).") from error
 
     @cached_property
-    def _spans(self) -> NDArray[np.int64]:
+    def _row_spans(self) -> NDArray[np.int64]:
         """Return the first byte, the byte after the last, and the line number (from 1) of each row."""
         if self.kind == "text":
-            return _line_spans(self._bytes)
-        if LIST.match(self._bytes):
+            return _line_spans(self._read_bytes)
+        if LIST.match(self._read_bytes):
             return self._list_spans()
-        spans = _line_spans(self._bytes)
-        if len(spans) <= 1 or not _opens_object(self._text(spans[0, 0], spans[0, 1], 1).rstrip()):
+        spans = _line_spans(self._read_bytes)
+        if len(spans) <= 1 or not _opens_object(self._decode_span(spans[0, 0], spans[0, 1], 1).rstrip()):
             return spans
-        with _explained(self.path, 1):
-            json.loads(self._text(0, len(self._bytes), 1))
-        return np.array([[0, len(self._bytes), spans[0, 2]]])
+        with _explain_errors(self.path, 1):
+            json.loads(self._decode_span(0, len(self._read_bytes), 1))
+        return np.array([[0, len(self._read_bytes), spans[0, 2]]])
 
     def _list_spans(self) -> NDArray[np.int64]:
         """Return the spans of the rows of a file that is one JSON list."""
-        text, decoder, spans = self._text(0, len(self._bytes), 1), json.JSONDecoder(), []
-        mark = BOM_UTF8 if self._bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
+        text, decoder, spans = self._decode_span(0, len(self._read_bytes), 1), json.JSONDecoder(), []
+        mark = BOM_UTF8 if self._read_bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
         position, seen, seen_bytes, line = text.index("[") + 1, 0, len(mark), 1
-        with _explained(self.path, 1):
+        with _explain_errors(self.path, 1):
             while (position := _skip_space(text, position)) < len(text) and text[position] != "]":
                 _, end = decoder.raw_decode(text, position)
                 line += text.count("\n", seen, position)
@@ -109,12 +109,12 @@ class LineFile:
                 raise json.JSONDecodeError("Expecting the end of the list", text, position)
         return np.array(spans, np.int64).reshape(-1, 3)
 
-    def _text(self, first: int, last: int, line: int) -> str:
-        return _decoded(self.path, self._bytes[first:last], line)
+    def _decode_span(self, first: int, last: int, line: int) -> str:
+        return _decoded(self.path, self._read_bytes[first:last], line)
 
-    def _parse(self, index: int) -> dict[str, Any]:
-        first, last, line = (int(value) for value in self._spans[index])
-        return parse_line(self.path, self._bytes[first:last], line, self.kind)
+    def _parse_row(self, index: int) -> dict[str, Any]:
+        first, last, line = (int(value) for value in self._row_spans[index])
+        return parse_line(self.path, self._read_bytes[first:last], line, self.kind)
 
 
 def parse_line(path: Path, raw: bytes, line: int, kind: Literal["json", "text"]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def parse_line(path: Path, raw: bytes, line: int, kind: Literal["json", "text"])
     text = _decoded(path, raw, line)
     if kind == "text":
         return {"text": text.rstrip("\r\n")}
-    with _explained(path, line):
+    with _explain_errors(path, line):
         row = json.loads(text)
     if not isinstance(row, dict):
         raise UserError(f"{path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
@@ -138,7 +138,7 @@ def _decoded(path: Path, raw: bytes, line: int) -> str:
 
 
 @contextmanager
-def _explained(path: Path, line: int) -> Iterator[None]:
+def _explain_errors(path: Path, line: int) -> Iterator[None]:
     """Turn JSON errors into errors about a file; the text that is decoded begins on `line`."""
     try:
         yield

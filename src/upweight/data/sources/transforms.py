@@ -17,7 +17,7 @@ class Transform:
     def __init__(self, function: Callable[..., Any], name: str, cfg: Any, dataset_idx: int, tokenizer: Any) -> None:
         self.name = name
         self.source_text = source_of(function)
-        index = {"dataset_idx": dataset_idx} if _takes(function, "dataset_idx") else {}
+        index = {"dataset_idx": dataset_idx} if _has_parameter(function, "dataset_idx") else {}
         try:
             with redirect_stdout(sys.stderr):
                 result = function(cfg, **index)
@@ -31,7 +31,7 @@ class Transform:
         self.batched = bool(options.get("batched"))
         parameters = inspect.signature(row_function).parameters
         argument = next((name for name in ("tokenizer", "processing_class") if name in parameters), "tokenizer")
-        self.tokenizer_argument = {argument: tokenizer} if _takes(row_function, argument) else {}
+        self.tokenizer_argument = {argument: tokenizer} if _has_parameter(row_function, argument) else {}
 
     def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the rows that a row becomes; none if the transform drops it."""
@@ -71,7 +71,7 @@ class RowFilter:
             raise RowError(self.name, expected) from error
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -61,7 +61,7 @@ class MessageReader:
         if variables is not None and not isinstance(variables, Mapping):
             raise RowError("chat_template_kwargs", f"a mapping, got {describe_value(variables)}")
         check_all_text(variables, "chat_template_kwargs")
-        return Conversation(messages, self._tools(row, key), without_nulls(variables or {}))
+        return Conversation(messages, self._tools_of_row(row, key), without_nulls(variables or {}))
 
     def system(self, row: Row) -> str:
         """Return the system text of the row's column if the entry names one, else the default."""
@@ -81,7 +81,7 @@ class MessageReader:
         if isinstance(value, str):
             return [{"role": "assistant", "content": checked_text(value, key)}]
         if isinstance(value, Mapping):
-            has_role = value.get(self._name(value, "role"))
+            has_role = value.get(self._name_in_row(value, "role"))
             return [self.message(value if has_role else {"role": "assistant", **value}, key)]
         messages = self.messages(value, key)
         if messages[-1]["role"] != "assistant":
@@ -93,7 +93,7 @@ class MessageReader:
         if not isinstance(value, Mapping):
             raise RowError(key, f"a message with role and content, got {describe_value(value)}")
         check_all_text(value, key)
-        role_name, content_name = self._name(value, "role"), self._name(value, "content")
+        role_name, content_name = self._name_in_row(value, "role"), self._name_in_row(value, "content")
         role = value.get(role_name)
         if not isinstance(role, str) or role not in self.roles:
             known = ", ".join(dict.fromkeys(self.roles.values()))
@@ -103,7 +103,7 @@ class MessageReader:
         message: Message = {"role": self.roles[role], **without_nulls(renamed)}
         consumed = {role_name, content_name, *self.names.values(), *message}
         message |= without_nulls({name: inner for name, inner in value.items() if name not in consumed})
-        message["content"] = _content(value.get(content_name), f"{key}.{content_name}", "tool_calls" in message)
+        message["content"] = _text_content(value.get(content_name), f"{key}.{content_name}", "tool_calls" in message)
         if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
         thinking_from = self.entry.field_thinking or "reasoning_content"
@@ -115,12 +115,12 @@ class MessageReader:
             message["content"] = message["content"][match.end() :]
         return message
 
-    def _name(self, value: Mapping[str, Any], name: str) -> str:
+    def _name_in_row(self, value: Mapping[str, Any], name: str) -> str:
         if name in self.names:
             return self.names[name]
         return SHAREGPT_NAMES[name] if name not in value and SHAREGPT_NAMES[name] in value else name
 
-    def _tools(self, row: Row, messages_key: str) -> list[Any] | None:
+    def _tools_of_row(self, row: Row, messages_key: str) -> list[Any] | None:
         parent = messages_key.rpartition(".")[0]
         key = self.entry.field_tools or (f"{parent}.tools" if parent else "tools")
         value = row.value(key)
@@ -133,10 +133,10 @@ class MessageReader:
             return None
         tools = checked_mappings(value, key, "a tool definition", "tool definitions")
         check_all_text(tools, key)
-        return [_tool(without_nulls(tool)) for tool in tools]
+        return [_tool_definition(without_nulls(tool)) for tool in tools]
 
 
-def _content(value: Any, key: str, may_be_missing: bool) -> str:
+def _text_content(value: Any, key: str, may_be_missing: bool) -> str:
     if isinstance(value, list | tuple) and value:
         parts = []
         for number, part in enumerate(value):
@@ -147,7 +147,7 @@ def _content(value: Any, key: str, may_be_missing: bool) -> str:
     return "" if value is None and may_be_missing else checked_text(value, key, empty=True)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool_definition(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool definition with its fields under `function`, as templates expect it."""
     if "function" in tool or "name" not in tool:
         return tool

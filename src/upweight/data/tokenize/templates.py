@@ -54,7 +54,7 @@ class ChatTemplate:
         if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
             warn_once("the chat template does not show tools to the model; describe in the prompt how to call them")
         try:
-            return self._apply(self._with_supported_roles(conversation), ask, resume)
+            return self._apply_template(self._with_supported_roles(conversation), ask, resume)
         except TimeUp as error:
             seconds = f"it took longer than chat_template_timeout, {self.seconds:g} seconds"
             raise RowError("messages", f"messages that the chat template accepts; {seconds}") from error
@@ -123,7 +123,7 @@ class ChatTemplate:
         prompt, whole = self.render(short, ask=True), self.render(short.then(*answer))
         return whole[len(prompt) :].rstrip() if whole.startswith(prompt) else answer[-1]["content"]
 
-    def _apply(self, conversation: Conversation, ask: bool, resume: bool = False) -> str:
+    def _apply_template(self, conversation: Conversation, ask: bool, resume: bool = False) -> str:
         options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False}
         ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
@@ -156,7 +156,7 @@ class ChatTemplate:
     def _probe(self, *roles: str, ask: bool = True) -> str:
         messages = [{"role": role, "content": f"{role.upper()}-PROBE"} for role in roles]
         try:
-            return self._apply(Conversation(messages), ask)
+            return self._apply_template(Conversation(messages), ask)
         except Exception:  # foreign code, which may lack a role or need more messages
             return ""
 

@@ -38,21 +38,21 @@ class TextTokens:
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without added special tokens."""
         if self._pattern is None:
-            return self._whole(texts)
+            return self._encode_whole(texts)
         # Texts share long prefixes: split before special tokens, each distinct part is tokenized once.
         split_texts = [_split_at_matches(text, self._pattern) for text in texts]
         distinct = list(dict.fromkeys(chain.from_iterable(split_texts)))
-        ids_of = dict(zip(distinct, self._whole(distinct), strict=True))
+        ids_of = dict(zip(distinct, self._encode_whole(distinct), strict=True))
         joined = [list(chain.from_iterable([ids_of[part] for part in parts])) for parts in split_texts]
         if not self._is_checked:  # splitting is turned off if the ids of the first texts differ
             numbers = [number for number, parts in enumerate(split_texts) if len(parts) != 1][:MAX_CHECKED_TEXTS]
             self._is_checked = bool(numbers)
-            if self._whole([texts[number] for number in numbers]) != [joined[number] for number in numbers]:
+            if self._encode_whole([texts[number] for number in numbers]) != [joined[number] for number in numbers]:
                 self._pattern = None
-                return self._whole(texts)
+                return self._encode_whole(texts)
         return joined
 
-    def _whole(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         if self._words is not None:

@@ -92,7 +92,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMa
     if query.shape[2] % BLOCK_TOKENS == 0:  # the compiler cannot know it of a length that varies, and checks bounds
         options["kernel_options"] = {"IS_DIVISIBLE": True}
     if params.softcap is not None:
-        options["score_mod"] = _capped(params.softcap)
+        options["score_mod"] = _softcap_score(params.softcap)
     if params.sinks is None:
         return compiled_flex_attention()(query, key, value, **options)
     out, aux = compiled_flex_attention()(query, key, value, return_aux=AuxRequest(lse=True), **options)
@@ -102,7 +102,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMa
 
 
 @functools.cache
-def _capped(softcap: float) -> Callable[..., Tensor]:
+def _softcap_score(softcap: float) -> Callable[..., Tensor]:
     """Return the score function of a soft cap; cached, because a new function would be compiled again."""
 
     def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

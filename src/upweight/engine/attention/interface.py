@@ -102,8 +102,8 @@ def register(stock: str) -> str:
     # the stock name cannot be part of it: transformers reads meaning into "flash", "sdpa" and "/"
     name = f"{NAME}_{len(_stock_names)}" if _stock_names else NAME
     _stock_names[name] = stock
-    AttentionInterface.register(name, functools.partial(_attention, stock=stock))
-    AttentionMaskInterface.register(name, functools.partial(_mask, stock=stock))
+    AttentionInterface.register(name, functools.partial(_tree_attention, stock=stock))
+    AttentionMaskInterface.register(name, functools.partial(_tree_mask, stock=stock))
     return name
 
 
@@ -119,7 +119,7 @@ def stock_of(name: str) -> str:
     return _stock_names.get(name, name)
 
 
-def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
+def _tree_mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
     """Return a layer type's rule inside a tree forward, else the mask of the stock function."""
     tree = _tree.get()
     if tree is None:
@@ -136,7 +136,7 @@ def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = N
     return TreeRule(rule, tree)
 
 
-def _attention(
+def _tree_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, stock: str, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where the mask is no rule."""

@@ -117,14 +117,14 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPl
     queries, keys, values = (x.split(plan.sizes, 2) for x in (query, key, value))
     out: list[Tensor] = [query] * len(plan.sizes)
     for call in plan.calls:
-        q = _joined([queries[s] for s in call.segments], 0)
-        k, v = (_joined([_joined([x[i] for i in seen], 2) for seen in call.keys], 0) for x in (keys, values))
+        q = _concat([queries[s] for s in call.segments], 0)
+        k, v = (_concat([_concat([x[i] for i in seen], 2) for seen in call.keys], 0) for x in (keys, values))
         for segment, part in zip(call.segments, _attend(q, k, v, call, params).split(1, 0), strict=True):
             out[segment] = part
     return torch.cat(out, 2)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concat(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

@@ -58,10 +58,10 @@ class NemoGym(Environment):
             self.process.spawn()
         limit = f"nemo_gym_server_timeout: {self.section.server_timeout:g} s"
         with activity(f"waiting for the servers of NeMo Gym at {self.head} ({limit})"):
-            await self._connect()
+            await self._wait_for_servers()
         self._healthy.set()
         if self.process is not None:
-            self._watch = asyncio.create_task(self._supervise())
+            self._watch = asyncio.create_task(self._restart_dead_servers())
         for dataset in self.section.datasets:
             if dataset.server_name is not None:
                 self.servers.resource(dataset.server_name)
@@ -147,7 +147,7 @@ class NemoGym(Environment):
         if self._broken is not None:
             raise self._broken
 
-    async def _connect(self) -> None:
+    async def _wait_for_servers(self) -> None:
         """Wait until the head server lists servers and all of them answer."""
         clock, patience = asyncio.get_running_loop().time, self.section.server_timeout
         began, announced = clock(), False
@@ -173,7 +173,7 @@ class NemoGym(Environment):
                 logger.info("waiting for the servers of NeMo Gym at %s, up to %.0f seconds", self.head, patience)
             await asyncio.sleep(1.0)
 
-    async def _supervise(self) -> None:
+    async def _restart_dead_servers(self) -> None:
         """Restart the servers when one has died or hangs."""
         assert self.process is not None
         while True:
@@ -200,7 +200,7 @@ class NemoGym(Environment):
                 if self._in_a_row > MOST_RESTARTS:
                     raise UserError(f"the Gym's servers were started {MOST_RESTARTS} times in vain; see their log.")
                 self.process.spawn()
-                await self._connect()
+                await self._wait_for_servers()
             except UserError as error:
                 self._broken = error
                 return
@@ -236,7 +236,7 @@ class GymEpisode(Episode):
         messages: list[Message] = []
         failed = 0
         for identity, call in calls:
-            output, went_well = await self._call(call)
+            output, went_well = await self._call_tool(call)
             failed += not went_well
             self.items.append({"type": "function_call_output", "call_id": identity, "output": output})
             messages.append(tool_message(call, output))
@@ -274,7 +274,7 @@ class GymEpisode(Episode):
         response = response_of(self.items, self.row[PARAMS], self.environment.model)
         return await self._post("/verify", {**self.row, "response": response})
 
-    async def _call(self, call: ToolCall) -> tuple[str, bool]:
+    async def _call_tool(self, call: ToolCall) -> tuple[str, bool]:
         """A tool's output and whether it succeeded; the policy reads errors as output, as with the Gym's agents."""
         self.calls += 1
         if call.error:

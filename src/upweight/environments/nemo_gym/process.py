@@ -69,7 +69,7 @@ class GymProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "ab") as log:
             env = environment(self._installed, self._work, os.environ, clean=self._isolated)
-            self._process = _launched(self._command(), env, self._cwd, self._work, isolated=self._isolated, output=log)
+            self._process = _launch(self._command(), env, self._cwd, self._work, isolated=self._isolated, output=log)
 
     def ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -97,11 +97,11 @@ def _can_isolate() -> bool:
     """Whether the system lets a process leave the network."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "ab") as nothing:
         path, command = Path(folder), [sys.executable, "-c", ""]
-        tried = _launched(command, dict(os.environ), path, path, isolated=True, output=nothing)
+        tried = _launch(command, dict(os.environ), path, path, isolated=True, output=nothing)
         return tried.wait() == 0
 
 
-def _launched(
+def _launch(
     argv: list[str], variables: dict[str, str], cwd: Path, work: Path, *, isolated: bool, output: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
     """A program under the launcher, which ends it when its stdin is closed."""
@@ -159,7 +159,7 @@ def config_files(gym: GymSection, installed: Installed, folder: Path) -> list[st
             tried = ", ".join(str(candidate) for candidate in candidates)
             raise UserError(f"nemo_gym_config_paths: there is no file {path}. Tried {tried}.")
         files.append(str(file.resolve()))
-    servers = [server for file in files for server in _servers(file)]
+    servers = [server for file in files for server in _servers_of_config(file)]
     wanted = {server["model_server"]["name"] for *_, server in servers if "model_server" in server}
     if "policy_model" in wanted - {instance for instance, *_ in servers}:
         files.append(str(installed.root / POLICY_MODEL))
@@ -171,7 +171,7 @@ def _config_of(name: str, root: Path, *, agents: bool) -> str:
     folder = name if (root / RESOURCES / name).is_dir() else "*"
     with_agent: dict[str, bool] = {}  # of the configs that have the server
     for file in sorted((root / RESOURCES).glob(f"{folder}/configs/*.yaml")):
-        servers = list(_servers(file))
+        servers = list(_servers_of_config(file))
         if any(name == instance or (name, RESOURCES) == (server, kind) for instance, kind, server, _ in servers):
             with_agent[str(file.relative_to(root))] = any(kind == AGENTS for _, kind, *_ in servers)
     configs = [path for path, has_agent in with_agent.items() if has_agent or not agents]
@@ -192,7 +192,7 @@ def _config_of(name: str, root: Path, *, agents: bool) -> str:
 
 def lacks_environments(installed: Installed, files: Sequence[str]) -> bool:
     """Whether the Gym would have to fetch packages before its servers start."""
-    folders = [installed.root / kind / name for file in files for _, kind, name, _ in _servers(file)]
+    folders = [installed.root / kind / name for file in files for _, kind, name, _ in _servers_of_config(file)]
     return installed.is_clone and not all((folder / ".venv/bin/python").exists() for folder in folders)
 
 
@@ -215,7 +215,7 @@ def arguments(
     ]
     if not installed.is_clone:
         line.append(f"+uv_venv_dir={_shared_environments(installed, folder / 'servers')}")
-    for instance, kind, agent, _ in (server for file in files for server in _servers(file)):
+    for instance, kind, agent, _ in (server for file in files for server in _servers_of_config(file)):
         if gym.max_turns is not None and kind == AGENTS and agent == "simple_agent":
             line.append(f"++{instance}.{AGENTS}.{agent}.max_steps={gym.max_turns}")
     return line
@@ -243,7 +243,7 @@ def _shared_environments(installed: Installed, folder: Path) -> Path:
     return folder
 
 
-def _servers(file: str | Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+def _servers_of_config(file: str | Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """(instance, kind, implementation, settings) of every server that a config of the Gym describes."""
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))

@@ -109,20 +109,20 @@ class GymServers:
 
     def resource(self, name: str) -> GymServer:
         """The resource server of that instance or implementation, or the one that the agent of that name works with."""
-        return self._find(RESOURCES, self.resource_of.get(name, name))
+        return self._find_server(RESOURCES, self.resource_of.get(name, name))
 
     def agent(self, name: str) -> GymServer:
         """The agent of that instance, or the one that works with the resource server of that name."""
         if any(server.kind == AGENTS and server.instance == name for server in self.all):
-            return self._find(AGENTS, name)
-        resource = self._find(RESOURCES, name).instance
+            return self._find_server(AGENTS, name)
+        resource = self._find_server(RESOURCES, name).instance
         agents = [agent for agent, served in self.resource_of.items() if served == resource]
         if not agents:
             remedy = "Start one (`upweight init gym` writes its config), or drop the key: tools need no agent."
             raise UserError(f"nemo_gym_multi_turn: no agent of the Gym works with '{resource}'. {remedy}")
-        return self._find(AGENTS, agents[0])
+        return self._find_server(AGENTS, agents[0])
 
-    def _find(self, kind: str, name: str) -> GymServer:
+    def _find_server(self, kind: str, name: str) -> GymServer:
         candidates = [server for server in self.all if server.kind == kind]
         for attribute in ("instance", "implementation"):
             servers = [server for server in candidates if getattr(server, attribute) == name]
@@ -163,21 +163,21 @@ def _agents(config: Mapping[str, Any], agents: Iterable[GymServer]) -> tuple[dic
     """The resource server and the proxy of each agent, as the Gym's config has them."""
     resource_of, proxy_of = {}, {}
     for agent in agents:
-        settings = _at(config, agent.instance, AGENTS, agent.implementation)
-        resource = _at(settings, "resources_server", "name")
+        settings = _value_at(config, agent.instance, AGENTS, agent.implementation)
+        resource = _value_at(settings, "resources_server", "name")
         if isinstance(resource, str):
             resource_of[agent.instance] = resource
-        instance = str(_at(settings, "model_server", "name"))
-        models = _at(config, instance, MODELS)
+        instance = str(_value_at(settings, "model_server", "name"))
+        models = _value_at(config, instance, MODELS)
         for implementation, model in models.items() if isinstance(models, Mapping) else ():
-            key = _reference(_at(model, "base_url")) or f"{instance}.{MODELS}.{implementation}.base_url"
-            url, name = _at(config, *key.split(".")), _at(model, "model")
-            name = _at(config, *reference.split(".")) if (reference := _reference(name)) else name
+            key = _reference(_value_at(model, "base_url")) or f"{instance}.{MODELS}.{implementation}.base_url"
+            url, name = _value_at(config, *key.split(".")), _value_at(model, "model")
+            name = _value_at(config, *reference.split(".")) if (reference := _reference(name)) else name
             proxy_of[agent.instance] = Proxy(str(url[0] if isinstance(url, list) and url else url), str(name), key)
     return resource_of, proxy_of
 
 
-def _at(value: Any, *keys: str) -> Any:
+def _value_at(value: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -24,7 +24,7 @@ TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification"
 def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_tokens: int = 0) -> PeftModel:
     """Attach a trainable adapter, fresh or continued from `lora_model_dir`, and freeze everything else."""
     if section.folder is not None:
-        return _continued(model, section.folder)
+        return _load_adapter(model, section.folder)
     config = lora_config(model, section)
     try:
         adapted = get_peft_model(model, config)
@@ -39,7 +39,7 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
 
 def new_adapter(model: Any, config: PeftConfig) -> PeftModel:
     """The model with a fresh adapter of a script, which is found again when the same model is handed over once more."""
-    asked = _described(config)  # before PEFT finds the modules that it means
+    asked = _adapter_settings(config)  # before PEFT finds the modules that it means
     adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
     vars(model)[ADAPTER_ATTRIBUTE] = adapted, asked  # not as a module of the model, which it holds itself
@@ -55,7 +55,7 @@ def kept_adapter(model: PreTrainedModel, config: PeftConfig | None) -> PeftModel
             "model: has the layers of an adapter, but is no PeftModel. Hand that over, or `merge_and_unload()` it."
         )
     adapted, asked = vars(model)[ADAPTER_ATTRIBUTE]
-    if config is not None and _described(config) not in (asked, _described(adapted.active_peft_config)):
+    if config is not None and _adapter_settings(config) not in (asked, _adapter_settings(adapted.active_peft_config)):
         raise UserError(
             "peft_config: the model has the adapter of an earlier trainer, which is another one. Leave out peft_config "
             "to go on with it, or take `trainer.model.merge_and_unload()` for the model."
@@ -63,7 +63,7 @@ def kept_adapter(model: PreTrainedModel, config: PeftConfig | None) -> PeftModel
     return adapted
 
 
-def _described(config: PeftConfig) -> dict[str, Any]:
+def _adapter_settings(config: PeftConfig) -> dict[str, Any]:
     """What a config says of an adapter, without what PEFT notes of the model."""
     return {**config.to_dict(), "base_model_name_or_path": None, "inference_mode": False, "revision": None}
 
@@ -78,14 +78,14 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     names = [name for name, _ in model.named_parameters()]
     known = sorted({".".join(name.split(".")[-2:]) for name in names})
     _check_targets(names, parameters, "lora_target_parameters", shown=known, known=known)
-    targets = _targets(model, section)
+    targets = _target_modules(model, section)
     saved = list(section.modules_to_save or [])
     _check_names(model, saved, "lora_modules_to_save")
     saved += [name for name in _score_layers(model) if name not in saved]
     # A fully trained module that is tied to another one has to stay so.
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     options |= {
-        "task_type": _task(model),
+        "task_type": _task_type(model),
         "target_modules": targets,
         "target_parameters": parameters or None,
         "modules_to_save": saved or None,
@@ -110,20 +110,20 @@ def linear_names(model: PreTrainedModel) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[0] not in after
     }
-    heads = {"lm_head", "score", "classifier"} if _task(model) != TaskType.CAUSAL_LM else {"lm_head"}
+    heads = {"lm_head", "score", "classifier"} if _task_type(model) != TaskType.CAUSAL_LM else {"lm_head"}
     return [name for name in names if name not in heads]
 
 
 def _score_layers(model: PreTrainedModel) -> list[str]:
     """Return the fresh layers between a classifier's body and its score, which are trained and saved with it."""
-    if _task(model) == TaskType.CAUSAL_LM:
+    if _task_type(model) == TaskType.CAUSAL_LM:
         return []
     after = [(name, part) for name, part in model.named_children() if part is not model.base_model]
     weighty = [name for name, part in after if next(part.parameters(), None) is not None]
     return [name for name in weighty if name not in ("score", "classifier")]  # PEFT saves these itself
 
 
-def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:
+def _target_modules(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:
     """Return the modules to adapt: a list of names, or a pattern."""
     pattern = None if section.target_linear else section.targets
     if isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name, _ in model.named_modules()):
@@ -151,7 +151,7 @@ def _check_targets(names: list[str], targets: list[str], key: str, *, shown: lis
             raise UserError(f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}.")
 
 
-def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
+def _load_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     """Load the adapter of `folder` for further training, with the settings saved there."""
     if Path(folder).exists() and not (Path(folder) / "adapter_config.json").is_file():
         raise UserError(f"lora_model_dir: {folder!r} holds no adapter_config.json; name the folder of an adapter")
@@ -168,7 +168,7 @@ def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
         raise UserError(f"lora_model_dir: the adapter in {folder!r} does not fit this base model: {error}") from None
 
 
-def _task(model: PreTrainedModel) -> TaskType:
+def _task_type(model: PreTrainedModel) -> TaskType:
     name = type(model).__name__
     return next((task for ending, task in TASKS.items() if name.endswith(ending)), TaskType.CAUSAL_LM)
 

@@ -117,7 +117,7 @@ def _merged_whole(model: PeftModel) -> PreTrainedModel:
 
 def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int, output: Path) -> str | None:
     """Write merged weights and config to `output`; return why not, where only the whole model can be merged."""
-    files = _files(section)
+    files = _base_files(section)
     if not files:
         return "its weights are not in safetensors files"
     config = PeftConfig.from_pretrained(str(adapter))
@@ -137,7 +137,7 @@ def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int,
     if any(not _stay_tied(plan.get(target), plan.get(source)) for target, source in tied.items()):
         return "the adapter changes one of two weights that were tied"
     added = {name: value for name, value in replaced.items() if name not in in_files and name not in tied}
-    _write(files, names, plan, added, output)
+    _write_merged(files, names, plan, added, output)
     base.config.architectures = [type(base).__name__]
     base.config.save_pretrained(output)
     if base.can_generate() and base.generation_config is not None:
@@ -154,7 +154,7 @@ def _merged_weights(model: PeftModel) -> dict[str, MergedWeight]:
             weights = module.modules_to_save[adapter].state_dict()
             plan |= {f"{name}.{inner}": value for inner, value in weights.items()}
         elif isinstance(module, LoraLayer) and adapter in module.r:
-            plan[f"{name}.weight"] = lambda weight, module=module: _merged(module, weight, adapter)
+            plan[f"{name}.weight"] = lambda weight, module=module: _merge_weight(module, weight, adapter)
     return plan
 
 
@@ -169,7 +169,7 @@ def _with_adapter(base: PreTrainedModel, adapter: Path) -> PeftModel:
     return PeftModel.from_pretrained(base, str(adapter), low_cpu_mem_usage=True)
 
 
-def _merged(module: LoraLayer, weight: Tensor, adapter: str) -> Tensor:
+def _merge_weight(module: LoraLayer, weight: Tensor, adapter: str) -> Tensor:
     """Run PEFT's merge of one layer, with the weight put in place for its duration."""
     layer = module.get_base_layer()
     empty, layer.weight = layer.weight, nn.Parameter(weight, requires_grad=False)
@@ -178,7 +178,7 @@ def _merged(module: LoraLayer, weight: Tensor, adapter: str) -> Tensor:
     return merged
 
 
-def _write(
+def _write_merged(
     files: list[Path], names: dict[str, str], plan: dict[str, MergedWeight], added: dict[str, Tensor], out: Path
 ) -> None:
     """Write one merged file for each file of the base, and one for weights that the base lacks."""
@@ -213,7 +213,7 @@ def _merged_file(file: Path, names: dict[str, str], plan: dict[str, MergedWeight
     return weights
 
 
-def _files(section: ModelSection) -> list[Path]:
+def _base_files(section: ModelSection) -> list[Path]:
     """Return the base's safetensors files; none where its weights have another format."""
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if gguf_file is not None:
@@ -248,7 +248,7 @@ def _stay_tied(left: MergedWeight | None, right: MergedWeight | None) -> bool:
     return left is None and right is None
 
 
-def difference(adapted: AdapterFolder, merged: Path) -> float:
+def merge_error(adapted: AdapterFolder, merged: Path) -> float:
     """Return the largest change of log-probs (or scores) of a few texts by merging; one model is loaded at a time."""
     tokenizer, dtype, head = adapted.tokenizer(), adapted.dtype(), adapted.head()
     before = _probe_outputs(adapted.load(dtype), tokenizer)

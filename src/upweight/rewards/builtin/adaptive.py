@@ -53,7 +53,7 @@ class AdaptiveReward:
         success: float = 0.5,
     ) -> None:
         """`raise_by` and `lower_by` are the factors of the weight after a step with few or with many successes."""
-        self.reward = _resolved(reward)
+        self.reward = _build_reward(reward)
         self.__name__ = f"adaptive_{getattr(self.reward, '__name__', type(self.reward).__name__)}"
         if not 0 <= low < high <= 1:
             raise UserError(f"Reward 'adaptive': low {low} and high {high} must be shares with low below high.")
@@ -117,7 +117,7 @@ class AdaptiveReward:
 BUILTINS["adaptive"] = AdaptiveReward
 
 
-def _resolved(reward: str | Callable[..., Any]) -> Any:
+def _build_reward(reward: str | Callable[..., Any]) -> Any:
     if callable(reward):
         if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
             raise UserError("Reward 'adaptive' wraps plain functions only; this one is async.")

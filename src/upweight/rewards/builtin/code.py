@@ -54,25 +54,25 @@ class CodeReward:
             remedy = "Name yours: code(tests='...') or code(output='...', stdin='...')."
             raise UserError(f"Reward 'code' reads the column {problem}. {remedy}")
         texts = texts_of(completions)
-        tasks = [self._task(row) for row in rows_of(columns, len(texts))]
+        tasks = [self._task_of_row(row) for row in rows_of(columns, len(texts))]
         with ThreadPoolExecutor(self.parallel) as pool:
             return list(pool.map(self._score, texts, tasks))
 
-    def _task(self, row: dict[str, Any]) -> Task | None:
+    def _task_of_row(self, row: dict[str, Any]) -> Task | None:
         tests = row.get(self.tests)
         if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
             with suppress(ValueError, RecursionError):
                 tests = json.loads(tests)
         if isinstance(tests, dict):
-            return _cases(tests.get("inputs"), tests.get("outputs"))
+            return _test_cases(tests.get("inputs"), tests.get("outputs"))
         if tests:
             texts = [tests] if isinstance(tests, str) else [str(test) for test in tests]
             entry = row.get("entry_point")
             checks = f"\ncheck({entry})" if entry else ""
             return Task([text + checks if "def check(" in text else text for text in texts], [])
-        return _cases(row.get(self.stdin), row.get(self.output))
+        return _test_cases(row.get(self.stdin), row.get(self.output))
 
-    def _code(self, text: str) -> str:
+    def _extract_code(self, text: str) -> str:
         if self.tag is not None:
             text = between_tags(text, self.tag) or ""
         blocks = fenced_blocks(text) or [text]
@@ -81,11 +81,11 @@ class CodeReward:
     def _score(self, text: str, task: Task | None) -> float | None:
         if task is None:
             return None
-        code = self._code(text)
+        code = self._extract_code(text)
         if not code.strip():
             return self.wrong
         try:
-            share = self._share(code, task)
+            share = self._share_passed(code, task)
         except SandboxError as error:
             remedy = "As root, allow namespaces or let other users read this Python; or run as another user."
             warn_once(f"reward 'code': a program could not be isolated, its row does not count: {error}. {remedy}")
@@ -94,20 +94,20 @@ class CodeReward:
             return self.wrong + (self.score - self.wrong) * share
         return self.score if share == 1 else self.wrong
 
-    def _share(self, code: str, task: Task) -> float:
+    def _share_passed(self, code: str, task: Task) -> float:
         """Code and its task -> the share of tests or cases that hold."""
         if task.tests:
-            return sum(self._run(code, task.tests, "").held or []) / len(task.tests)
+            return sum(self._run_program(code, task.tests, "").held or []) / len(task.tests)
         right = 0
         for stdin, expected in task.cases:
-            outcome = self._run(code, None, stdin)
-            if outcome.ended_well and _lines(outcome.stdout) == _lines(expected):
+            outcome = self._run_program(code, None, stdin)
+            if outcome.ended_well and _stripped_lines(outcome.stdout) == _stripped_lines(expected):
                 right += 1
             elif not self.partial:
                 return 0.0
         return right / len(task.cases)
 
-    def _run(self, code: str, tests: list[str] | None, stdin: str) -> Any:
+    def _run_program(self, code: str, tests: list[str] | None, stdin: str) -> Any:
         limits = Limits(self.time_limit, self.memory_mb * 2**20, self.file_mb * 2**20, processes=self.processes)
         outcome = run_program(code, tests=tests, stdin=stdin, limits=limits)
         missing = [what for name, what in _ISOLATION.items() if name not in outcome.isolation]
@@ -119,7 +119,7 @@ class CodeReward:
         return outcome
 
 
-def _cases(stdin: Any, expected: Any) -> Task | None:
+def _test_cases(stdin: Any, expected: Any) -> Task | None:
     """One stdin and stdout, or lists of them -> the task; None when nothing is expected."""
     if expected is None or expected == []:
         return None
@@ -131,5 +131,5 @@ def _cases(stdin: Any, expected: Any) -> Task | None:
     return Task([], [("" if text is None else str(text), str(output)) for text, output in pairs])
 
 
-def _lines(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

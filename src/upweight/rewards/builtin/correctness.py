@@ -57,7 +57,7 @@ class ByAnswer(ABC):
         """Return the score of a completion's text against the answer; None where the answer cannot be read."""
 
 
-def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
+def _extract_answer(text: str, extract: Extract, tag: str | None) -> str | None:
     """Return the marked answer; the whole text if there is no mark and the options require none."""
     marked = marked_answer(text, extract, tag)
     return text if marked is None and extract == "auto" and tag is None else marked
@@ -70,7 +70,7 @@ class ExactReward(ByAnswer):
     __name__ = "exact"
 
     def _score(self, text: str, answer: str) -> float:
-        given = _extracted(text, self.extract, self.tag)
+        given = _extract_answer(text, self.extract, self.tag)
         expected = marked_answer(answer, "auto", None) or answer
         return self.score if given is not None and normalised(given) == normalised(expected) else self.wrong
 
@@ -88,7 +88,7 @@ class NumericReward(ByAnswer):
         if expected is None:
             warn_once(f"reward 'numeric': no number in the answer {answer[:80]!r}; such rows do not count.")
             return None
-        marked = _extracted(text, self.extract, self.tag)
+        marked = _extract_answer(text, self.extract, self.tag)
         given = None if marked is None else last_number(marked)
         right = given is not None and same_number(given, expected, self.tolerance, self.relative)
         return self.score if right else self.wrong
@@ -107,13 +107,13 @@ class MathReward(ByAnswer):
             raise UserError(f"Reward 'math' needs math-verify, which is not installed. {remedy}")
 
     def _score(self, text: str, answer: str) -> float | None:
-        expected = _expression(marked_answer(answer, "hash", None) or answer)
+        expected = _parse_expression(marked_answer(answer, "hash", None) or answer)
         if not expected:
             warn_once(f"reward 'math': cannot read the answer {answer[:80]!r}; such rows do not count.")
             return None
         marked = marked_answer(text, self.extract, self.tag)
         whole = self.extract == "last" and self.tag is None
-        given = [] if marked is None else _expression(marked[-20_000:], whole)
+        given = [] if marked is None else _parse_expression(marked[-20_000:], whole)
         right = given and math_verify().verify(expected, given, timeout_seconds=alarm_limit(5))
         return self.score if right else self.wrong
 
@@ -123,7 +123,7 @@ def math_verify() -> Any:
     return import_module("math_verify")
 
 
-def _expression(text: str, whole: bool = False) -> list[Any]:
+def _parse_expression(text: str, whole: bool = False) -> list[Any]:
     """Text -> the expression math-verify finds; bare LaTeX is put in dollar signs first, as it expects."""
     if not whole and "\\" in text and "$" not in text and "\\boxed" not in text:
         text = f"${text}$"
@@ -140,21 +140,21 @@ class Number(NamedTuple):
     percent: bool
 
 
-def _plain(text: str) -> str:
+def _plain_numbers(text: str) -> str:
     text = unicodedata.normalize("NFKC", _VULGAR.sub(r" \1", text[-_TAIL:]))
     text = text.replace("\u2212", "-").replace("\u2044", "/").replace("\\$", "$").replace("\\%", "%")
     text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
-    return _FRAC.sub(_slashed, text) if "\\" in text else text
+    return _FRAC.sub(_slashed_fraction, text) if "\\" in text else text
 
 
-def _slashed(frac: re.Match[str]) -> str:
+def _slashed_fraction(frac: re.Match[str]) -> str:
     mixed = frac.start() and frac.string[frac.start() - 1].isdigit()
     return f"{' ' if mixed else ''}{frac[1].strip()}/{frac[2].strip()}"
 
 
 def last_number(text: str) -> Number | None:
     """Text -> its last number, or None when there is none or it is not finite."""
-    matches = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    matches = deque(_NUMBER.finditer(_plain_numbers(text)), maxlen=1)
     if not matches:
         return None
     match = matches[0]

@@ -26,9 +26,9 @@ class FormatReward:
     __name__ = "format"
 
     def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
-        return [self.score if self._holds(text) else self.wrong for text in texts_of(completions)]
+        return [self.score if self._matches_format(text) else self.wrong for text in texts_of(completions)]
 
-    def _holds(self, text: str) -> bool:
+    def _matches_format(self, text: str) -> bool:
         position = 0
         for index, tag in enumerate(self.tags):
             opening, closing = f"<{tag}>", f"</{tag}>"
@@ -129,7 +129,7 @@ class JsonReward:
         blocks = fenced_blocks(text) if self.fenced != "forbid" else []
         try:
             body = blocks[-1] if blocks else "" if self.fenced == "require" else text
-            value = json.loads(body, parse_constant=_refuse)
+            value = json.loads(body, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return self.wrong
         wanted: dict[str, JsonType | None] = {key: self.types.get(key) for key in [*self.keys, *self.types]}
@@ -141,7 +141,7 @@ class JsonReward:
         return self.wrong + (self.score - self.wrong) * (1 + met) / (1 + len(wanted)) if self.partial else self.wrong
 
 
-def _refuse(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -82,7 +82,7 @@ class JudgeReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         texts = texts_of(completions)
-        questions = [self._question(*pair) for pair in zip(texts, rows_of(columns, len(texts)), strict=True)]
+        questions = [self._fill_prompt(*pair) for pair in zip(texts, rows_of(columns, len(texts)), strict=True)]
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
         # A proxy of the environment must not be used for a server on this machine.
         local = httpx.URL(self.url).host in _LOCAL
@@ -92,7 +92,7 @@ class JudgeReward:
         ):
             return list(pool.map(lambda question: self._score(client, question), questions))
 
-    def _question(self, text: str, row: dict[str, Any]) -> str:
+    def _fill_prompt(self, text: str, row: dict[str, Any]) -> str:
         prompt = row.get("prompts", "")
         if not isinstance(prompt, str):
             prompt = "\n".join(f"{turn.get('role', 'user')}: {turn.get('content', '')}" for turn in prompt)
@@ -102,13 +102,13 @@ class JudgeReward:
         return re.sub(r"\{(\w+)\}", lambda hole: str(values.get(hole[1], hole[0])), self.template)
 
     def _score(self, client: httpx.Client, question: str) -> float | None:
-        reply = self._ask(client, question)
+        reply = self._ask_judge(client, question)
         value = None if reply is None else score_in(reply, self.lowest, self.highest)
         if reply is not None and value is None:
             warn_once(f"reward 'judge': no score from {self.lowest:g} to {self.highest:g} in a reply: {reply[-120:]!r}")
         return None if value is None else (value - self.lowest) / (self.highest - self.lowest)
 
-    def _ask(self, client: httpx.Client, question: str) -> str | None:
+    def _ask_judge(self, client: httpx.Client, question: str) -> str | None:
         """A question -> the judge's reply, or None after the last retry."""
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **sampling}

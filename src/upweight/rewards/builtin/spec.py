@@ -39,7 +39,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
         for detail in error.errors():
             if isinstance(raised := detail.get("ctx", {}).get("error"), UserError):
                 raise raised from None  # which pydantic wraps as it does any ValueError
-        raise UserError("\n".join(_sentence(name, options, detail) for detail in error.errors())) from error
+        raise UserError("\n".join(_option_error(name, options, detail) for detail in error.errors())) from error
 
 
 def check_specs(specs: Sequence[str], key: str) -> None:
@@ -57,7 +57,7 @@ def check_specs(specs: Sequence[str], key: str) -> None:
 
 def _known_options(spec: str, name: str) -> dict[str, Any]:
     """Return the options that a spec sets; raise where the reward lacks one of them, or needs another."""
-    options = _options(spec, name)
+    options = _parse_options(spec, name)
     known = options_of(name)
     for option in options:
         if option not in known:
@@ -74,7 +74,7 @@ def options_of(name: str) -> dict[str, Any]:
     return {option: parameter.default for option, parameter in signature(BUILTINS[name]).parameters.items()}
 
 
-def _options(spec: str, name: str) -> dict[str, Any]:
+def _parse_options(spec: str, name: str) -> dict[str, Any]:
     example = f"{name}(option=value, ...) with plain values: numbers, 'text', [lists], True, None"
     try:
         call = ast.parse(spec.strip(), mode="eval").body
@@ -93,7 +93,7 @@ def _options(spec: str, name: str) -> dict[str, Any]:
         raise UserError(f"Reward {spec!r} cannot be read ({error}): write {example}.") from error
 
 
-def _sentence(name: str, options: dict[str, Any], error: Any) -> str:
+def _option_error(name: str, options: dict[str, Any], error: Any) -> str:
     option = str(error["loc"][0]) if error["loc"] else ""
     expected = error.get("ctx", {}).get("expected")
     meant = did_you_mean(str(options.get(option)), re.findall(r"'([^']*)'", str(expected)))

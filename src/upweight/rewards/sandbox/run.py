@@ -68,30 +68,30 @@ def run_program(
         "ways": ways,
     }
     try:
-        process = _launch(request, writing, token)
+        process = _launch_program(request, writing, token)
         report = b""
         try:
-            (stdout, report, stderr), reason = _drain(process, reading, limits)
+            (stdout, report, stderr), reason = _read_output(process, reading, limits)
         finally:
             line, *more = report.splitlines() or [b""]
             ready = json.loads(line) if line.startswith(b"{") and line.endswith(b"}") else None
-            _end(process, ready, token)
+            _kill_program(process, ready, token)
     finally:
         os.close(reading)
-        _remove(folder)
+        _remove_folder(folder)
     stderr_tail = stderr.decode(errors="replace").strip()[-400:]
     if ready is None:
         raise SandboxError(f"it did not start: {reason or stderr_tail}")
     return ProgramResult(
         ended_well=not reason and process.returncode == 0,
         stdout=stdout.decode(errors="replace"),
-        held=_held(more, token) if not reason else None,
+        held=_tests_passed(more, token) if not reason else None,
         isolation=tuple(ready["holds"]),
         reason=reason or stderr_tail,
     )
 
 
-def _remove(folder: str) -> None:
+def _remove_folder(folder: str) -> None:
     """Remove a folder, also if the program removed permissions in it."""
     with suppress(OSError, RecursionError):  # a folder that is nested too deeply stays, which is better than no score
         for parent, names, _ in os.walk(folder):
@@ -112,7 +112,7 @@ def _interpreter_folders() -> list[str]:
     return sorted(os.path.normpath(folder) for folder in folders if folder not in ("", "/"))
 
 
-def _launch(request: dict, writing: int, token: str) -> subprocess.Popen[bytes]:
+def _launch_program(request: dict, writing: int, token: str) -> subprocess.Popen[bytes]:
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "UPWEIGHT_SANDBOX": token}
     environment |= dict.fromkeys(("HOME", "TMPDIR"), request["folder"])
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -134,7 +134,7 @@ def _launch(request: dict, writing: int, token: str) -> subprocess.Popen[bytes]:
         os.close(writing)
 
 
-def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tuple[list[bytes], str]:
+def _read_output(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tuple[list[bytes], str]:
     """Read the program's output until it ends, exceeds a limit or times out; return the output and the reason."""
     assert process.stdout is not None
     assert process.stderr is not None
@@ -190,7 +190,7 @@ def _memory_of(processes: list[int]) -> int:
     return resident + sum(files.values())
 
 
-def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> None:
+def _kill_program(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> None:
     """Kill the launcher and everything the program started, and reap."""
     with process:  # which closes its pipes and waits
         signal_group(process.pid, signal.SIGKILL)
@@ -202,7 +202,7 @@ def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> No
     spare = ready["user"] if ready is not None and "spare-user" in ready["holds"] else None
     mark = f"UPWEIGHT_SANDBOX={token}".encode()
     for _ in range(20):
-        remaining = [number for number in process_ids() if _belongs(number, spare, mark)]
+        remaining = [number for number in process_ids() if _belongs_to_program(number, spare, mark)]
         for number in remaining:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
@@ -211,7 +211,7 @@ def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> No
         time.sleep(0.02)
 
 
-def _belongs(process: int, spare: int | None, mark: bytes) -> bool:
+def _belongs_to_program(process: int, spare: int | None, mark: bytes) -> bool:
     try:
         if stat_of(process)[0] == "Z":
             return False
@@ -222,7 +222,7 @@ def _belongs(process: int, spare: int | None, mark: bytes) -> bool:
         return False
 
 
-def _held(lines: list[bytes], token: str) -> list[bool] | None:
+def _tests_passed(lines: list[bytes], token: str) -> list[bool] | None:
     """The report's lines -> which tests held, from the first line with our token."""
     for line in lines:
         with suppress(ValueError, RecursionError):

@@ -82,7 +82,7 @@ class PolicyGateway:
             lengths = [line.partition(":")[2] for line in head[1:] if line.lower().startswith("content-length:")]
             length = int(lengths[0]) if lengths else 0
             body = await reader.readexactly(length) if length <= MAX_REQUEST_BYTES else b""
-            status, answer = await self._answer(method, path, body)
+            status, answer = await self._answer_request(method, path, body)
             content = json.dumps(answer).encode()
             kept = f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close"
             writer.write(f"HTTP/1.1 {status} -\r\n{kept}\r\n\r\n".encode() + content)
@@ -90,7 +90,7 @@ class PolicyGateway:
         with contextlib.suppress(OSError):
             writer.close()
 
-    async def _answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+    async def _answer_request(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         """Status and content for a request; errors of the server keep their status for the proxy to act on."""
         if method == "GET":
             return 200, {"object": "list", "data": [{"id": "policy", "object": "model"}], "status": "ok"}
@@ -136,7 +136,7 @@ class GymAgents:
         assert self.gateway is not None, "this process does not sample"
         self.gateway.sampling = sampling
         self.gateway.open()
-        work = self._loop.started().start(self._all(groups, count, sampling))
+        work = self._loop.started().start(self._play_all(groups, count, sampling))
         try:
             episodes = work.result()
         finally:
@@ -152,7 +152,7 @@ class GymAgents:
         if self.gateway is not None:
             self.gateway.close()
 
-    async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[EpisodeResult]:
+    async def _play_all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[EpisodeResult]:
         slots = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def rollout(group: Group) -> EpisodeResult:
@@ -175,10 +175,10 @@ class GymAgents:
             # nemo_gym_verify_timeout bounds `/run` too where it is the only limit that is set.
             only_verify = "verify_timeout" in section.model_fields_set and "run_timeout" not in section.model_fields_set
             limit = section.verify_timeout if only_verify else section.run_timeout
-            body = _request(row_of(row), sampling)
+            body = _request_body(row_of(row), sampling)
             answer = await self.environment.post(agent, "/run", body, limit=limit, repeat=False)
             run = verification_of(answer)
-            played.stream, played.turns = _stream(run, gateway, version)
+            played.stream, played.turns = _tokens_of_run(run, gateway, version)
             played.messages, played.finished = messages_of(run), is_finished(run)
             played.calls = sum("tool_calls" in message for message in played.messages)
             if section.max_turns is not None and played.turns > section.max_turns:
@@ -193,10 +193,10 @@ class GymAgents:
     def _check_policy(self, agent: GymServer, gateway: PolicyGateway) -> None:
         """Refuse an agent whose model proxy sends requests to another model than the policy."""
         proxy, server = self.environment.servers.proxy_of.get(agent.instance), gateway.server
-        if proxy is None or _address(proxy.url) == _address(gateway.url):
+        if proxy is None or _host_and_port(proxy.url) == _host_and_port(gateway.url):
             return
         name, problem = server.served_name(), None
-        if _address(proxy.url) != _address(server.client.url):
+        if _host_and_port(proxy.url) != _host_and_port(server.client.url):
             problem = f"{proxy.url}, where the policy is not"
         elif name is None:
             problem = f"vLLM for '{proxy.model}', but adapters have a new name there after each sync"
@@ -210,12 +210,12 @@ class GymAgents:
             )
 
 
-def _address(url: str) -> tuple[str | None, int | None]:
+def _host_and_port(url: str) -> tuple[str | None, int | None]:
     parts = urlsplit(url)
     return "127.0.0.1" if parts.hostname in ("localhost", "0.0.0.0") else parts.hostname, parts.port
 
 
-def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+def _request_body(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     """The row with the sampling parameters of the policy."""
     limit = sampling.max_new_tokens
     params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": limit}
@@ -223,7 +223,7 @@ def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     return {**row, PARAMS: {**row[PARAMS], **params, **({"tools": tools} if tools else {})}}
 
 
-def _stream(run: Mapping[str, Any], gateway: PolicyGateway, version: int) -> tuple[TokenStream, int]:
+def _tokens_of_run(run: Mapping[str, Any], gateway: PolicyGateway, version: int) -> tuple[TokenStream, int]:
     """The tokens of a rollout and its number of turns; `version` is the policy's where the gateway knows no other."""
     # A turn whose prompt does not continue the tokens of the turn before begins a new sequence.
     turns = turns_of(run)

@@ -111,14 +111,14 @@ class EpisodeRun:
             if self.result.stream is None:
                 self.first_turns.count_episode()
             try:
-                await _limited("close", episode.close(), self.setup.limits.call_seconds)
+                await _with_time_limit("close", episode.close(), self.setup.limits.call_seconds)
             except EnvironmentFault as error:
                 warn_once(f"an environment did not close: {error}")
         return self.result
 
     async def _play(self, episode: Episode, row: Mapping[str, Any]) -> None:
         setup, result, limits = self.setup, self.result, self.setup.limits
-        opening = await self._call("open", episode.open(row), limits.wait_seconds)
+        opening = await self._call_environment("open", episode.open(row), limits.wait_seconds)
         messages = list(opening.messages)
         if setup.default_system is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": setup.default_system}, *messages]
@@ -139,11 +139,11 @@ class EpisodeRun:
                 (completion,) = await self.batcher.sample(stream.ids, tokens_left, [seed])
             stream.append_sampled(completion)
             turn = setup.read(completion, tools=bool(opening.tools))
-            message = _message(turn)
+            message = _assistant_message(turn)
             result.messages.append(message)
             result.turns += 1
             result.calls += len(turn.calls)
-            reply = await self._call("reply", episode.reply(turn))
+            reply = await self._call_environment("reply", episode.reply(turn))
             result.failed_calls += reply.failed
             result.messages += reply.messages
             if not reply.messages:
@@ -160,21 +160,21 @@ class EpisodeRun:
                 stream.restart(follow_up.ids)
             else:
                 stream.append_observation(follow_up.ids)
-        result.outcome = await self._call("outcome", episode.outcome())
+        result.outcome = await self._call_environment("outcome", episode.outcome())
         if result.outcome.failure is not None:
             raise EnvironmentFault(result.outcome.failure)
 
-    async def _call(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
+    async def _call_environment(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
         """Return the environment's answer, within the time that remains for this episode."""
         limits, began = self.setup.limits, time.monotonic()
         remaining = max(limits.episode_seconds - self.result.seconds, 0.0)
         try:
-            return await _limited(what, work, min(limits.call_seconds, remaining) + more)
+            return await _with_time_limit(what, work, min(limits.call_seconds, remaining) + more)
         finally:
             self.result.seconds += time.monotonic() - began
 
 
-async def _limited(what: str, work: Awaitable[T], limit: float) -> T:
+async def _with_time_limit(what: str, work: Awaitable[T], limit: float) -> T:
     """Return what some work returns; raise an EnvironmentFault where it fails or exceeds the time limit."""
     task = asyncio.ensure_future(work)
     try:
@@ -194,7 +194,7 @@ async def _limited(what: str, work: Awaitable[T], limit: float) -> T:
     return task.result()
 
 
-def _message(turn: Turn) -> dict[str, Any]:
+def _assistant_message(turn: Turn) -> dict[str, Any]:
     """Return a turn as an assistant message; it keeps the raw text where a call could not be parsed."""
     calls = [call for call in turn.calls if call.error is None]
     all_parsed = len(calls) == len(turn.calls)

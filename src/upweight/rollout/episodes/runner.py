@@ -64,7 +64,7 @@ class EpisodeRunner:
         loop = self._loop.started()
         batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
         # The first error that is no environment's fault ends all episodes.
-        work = gather_or_cancel(self._group(index, group, count, batcher) for index, group in enumerate(groups))
+        work = gather_or_cancel(self._play_group(index, group, count, batcher) for index, group in enumerate(groups))
         ended: Future[None] = Future()
         ended.add_done_callback(lambda _: batcher.end())
         task = loop.start(_as_task(work, ended)).result()
@@ -79,7 +79,7 @@ class EpisodeRunner:
         """Stop the environment; a later call starts it again."""
         self._loop.close()
 
-    async def _group(self, index: int, group: Group, count: int, batcher: TurnBatcher) -> None:
+    async def _play_group(self, index: int, group: Group, count: int, batcher: TurnBatcher) -> None:
         first_turns = FirstTurnBatcher(batcher, count)
         sampling = batcher.sampling
 

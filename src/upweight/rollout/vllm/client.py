@@ -66,9 +66,9 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise RequestFailed(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if answer.status_code >= 500 or answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
-            raise RequestFailed(f"{path}: {answer.status_code} {_message(answer)}", answer.status_code)
+            raise RequestFailed(f"{path}: {answer.status_code} {_error_message(answer)}", answer.status_code)
         if answer.is_error:
-            raise RequestRefused(answer.status_code, _message(answer))
+            raise RequestRefused(answer.status_code, _error_message(answer))
         try:
             return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
         except (ValueError, RecursionError) as error:
@@ -145,7 +145,7 @@ def unreachable(url: str, seconds: float, error: BaseException | str) -> str:
     )
 
 
-def _message(answer: httpx.Response) -> str:
+def _error_message(answer: httpx.Response) -> str:
     """Return the error message of an answer, in one line."""
     try:
         content = answer.json()

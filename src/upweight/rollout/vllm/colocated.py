@@ -75,15 +75,15 @@ class VllmColocated:
         self._next: ServedVersion | None = None  # written, and not yet loaded
         self._adapters = 0
         self._adapter: Any = None
-        self._engine()
+        self._start_engine()
 
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
-        with self._awake():
+        with self._engine_awake():
             if self._next is not None:
-                self._load(self._next)
+                self._load_weights(self._next)
             if self._now is None:
                 raise UserError("vLLM was sent no weights yet")
             answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
@@ -100,7 +100,7 @@ class VllmColocated:
         """Write the policy's present weights as `version`, for the next call."""
         if self.version() == version:
             return
-        self._remove(self._next)
+        self._remove_version(self._next)
         folder = self._folder / f"{self._run}-v{version}"
         write_aside(lambda part: self._transport.writer(part)(self._model), folder)
         self._next = ServedVersion(self._transport.name(folder), version, folder)
@@ -115,14 +115,14 @@ class VllmColocated:
             raise UserError(f"{problem}: raise trl.vllm_max_model_length, or shorten prompts or completions")
 
     def close(self) -> None:
-        self._remove(self._now)
-        self._remove(self._next)
+        self._remove_version(self._now)
+        self._remove_version(self._next)
         self._now = self._next = self._adapter = self._llm = None
         gc.collect()
         if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
-    def _engine(self) -> Any:
+    def _start_engine(self) -> Any:
         if self._llm is None:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would double the log of a run
             os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -140,8 +140,8 @@ class VllmColocated:
         return self._llm
 
     @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        engine = self._engine()
+    def _engine_awake(self) -> Iterator[None]:
+        engine = self._start_engine()
         if self._sleeps:
             _free_cached_memory()
             engine.wake_up()
@@ -151,7 +151,7 @@ class VllmColocated:
             if self._sleeps:
                 engine.sleep(level=1)
 
-    def _load(self, served: ServedVersion) -> None:
+    def _load_weights(self, served: ServedVersion) -> None:
         """Load new weights into the engine and check that they are the policy's."""
         previous = self._adapter
         if isinstance(self._transport, AdapterTransport):
@@ -161,13 +161,13 @@ class VllmColocated:
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(served.folder)})
             self._llm.reset_prefix_cache()  # it was computed with the old weights
-        self._check()
+        self._check_weights()
         if previous is not None:
             self._llm.llm_engine.remove_lora(previous.lora_int_id)
-        self._remove(self._now)
+        self._remove_version(self._now)
         self._now, self._next = served, None
 
-    def _check(self) -> None:
+    def _check_weights(self) -> None:
         """Compare the log-probs of engine and trainer on a few tokens."""
         size = unwrap_peft(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
@@ -193,14 +193,14 @@ class VllmColocated:
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        return [[_choice(output, request.prompt_token_ids) for output in request.outputs] for request in outputs]
+        return [[_as_choice(output, request.prompt_token_ids) for output in request.outputs] for request in outputs]
 
-    def _remove(self, served: ServedVersion | None) -> None:
+    def _remove_version(self, served: ServedVersion | None) -> None:
         if served is not None:
             shutil.rmtree(served.folder, ignore_errors=True)
 
 
-def _choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
+def _as_choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
     ids = list(output.token_ids)
     logps = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
     return {

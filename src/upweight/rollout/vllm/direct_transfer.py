@@ -53,7 +53,7 @@ class SharedMemory:
         uuid = str(torch.cuda.get_device_properties(packed.device).uuid)
         torch.cuda.synchronize(packed.device)
         handles = base64.b64encode(pickle.dumps({uuid: handle})).decode()
-        body = _described(chunk) | {"tensor_sizes": [len(part) for part in flat], "ipc_handles_pickled": handles}
+        body = _describe_chunk(chunk) | {"tensor_sizes": [len(part) for part in flat], "ipc_handles_pickled": handles}
         await client.ask("/update_weights", {"update_info": body | self._flag}, seconds=client.load_seconds)
         del packed
         torch.cuda.ipc_collect()
@@ -98,7 +98,7 @@ class Broadcast:
                     self._group.broadcast(tensor, src=0)
                 torch.cuda.synchronize()
 
-        request = client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=client.load_seconds)
+        request = client.ask("/update_weights", {"update_info": _describe_chunk(chunk)}, seconds=client.load_seconds)
         try:
             await _run_beside(request, broadcast)
         except RuntimeError as error:
@@ -184,7 +184,7 @@ def chunks(weights: Iterator[tuple[str, Tensor]], limit: int | None = None) -> I
         yield chunk
 
 
-def _described(chunk: Chunk) -> dict[str, Any]:
+def _describe_chunk(chunk: Chunk) -> dict[str, Any]:
     """Return the names, dtypes and shapes that the server needs before the tensors."""
     return {
         "names": [name for name, _ in chunk],

@@ -71,7 +71,7 @@ class AdapterTransport:
 
     async def drop(self, client: VllmClient, served: ServedVersion) -> None:
         """Unload the version, so that its folder can be removed."""
-        await _unload(client, served.name)
+        await _unload_adapter(client, served.name)
 
 
 @dataclass
@@ -159,11 +159,11 @@ async def forget_leftovers(client: VllmClient, folder: Path) -> None:
     """Unload and remove the adapters that an earlier run left in this folder."""
     for entry in (await client.ask("/v1/models"))["data"]:
         if entry.get("parent") is not None and Path(str(entry.get("root"))).parent == folder:
-            await _unload(client, entry["id"])
+            await _unload_adapter(client, entry["id"])
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _unload(client: VllmClient, name: str) -> None:
+async def _unload_adapter(client: VllmClient, name: str) -> None:
     with contextlib.suppress(RequestRefused):  # a restarted server does not have it
         await client.ask("/v1/unload_lora_adapter", {"lora_name": name}, seconds=client.load_seconds)
 

@@ -84,7 +84,7 @@ class VllmServer:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
         arrived: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
-        work = self.client.start(self._all(prompts, count, sampling, arrived.put))
+        work = self.client.start(self._complete_all(prompts, count, sampling, arrived.put))
         work.add_done_callback(lambda _: arrived.put(None))
         try:
             while (ended := arrived.get()) is not None:
@@ -104,7 +104,7 @@ class VllmServer:
         self.require_room(len(prompt), sampling.max_new_tokens)
 
         async def first() -> list[Completion]:
-            return (await self._all([prompt], count, sampling, lambda _: None))[0]
+            return (await self._complete_all([prompt], count, sampling, lambda _: None))[0]
 
         return self.client.start(first())
 
@@ -138,7 +138,7 @@ class VllmServer:
     def close(self) -> None:
         self.weights.close()
 
-    async def _all(
+    async def _complete_all(
         self, prompts: Prompts, count: int, sampling: Sampling, arrived: Callable[[tuple[int, list[Completion]]], None]
     ) -> list[list[Completion]]:
         """Return the completions of every prompt, many requests at a time; the first failure cancels the rest."""
@@ -148,13 +148,13 @@ class VllmServer:
 
         async def complete(index: int) -> list[Completion]:
             async with limit:
-                completions = await self._complete(prompts[index], body)
+                completions = await self._complete_prompt(prompts[index], body)
             self._finished += 1
             arrived((index, completions))
             return completions
 
         work = [asyncio.ensure_future(complete(index)) for index in range(len(prompts))]
-        watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch())
+        watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch_progress())
         pending, self._calls = {*work}, self._calls + 1
         try:
             while pending:
@@ -172,7 +172,7 @@ class VllmServer:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
-    async def _complete(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
+    async def _complete_prompt(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
         def read(answer: Any, version: int) -> list[Completion]:
             completions = completions_of(answer["choices"], prompt, body["n"], version)
             known = self.weights.reports_sampler_logps
@@ -202,7 +202,7 @@ class VllmServer:
             await retry.wait_or_raise(problem)
             await self.weights.ensure_served(retry.since)
 
-    async def _watch(self) -> None:
+    async def _watch_progress(self) -> None:
         """Raise when requests are running and no token is generated for too long."""
         clock = asyncio.get_running_loop().time
         timeout = max(self.client.timeout, STALLED_SECONDS)

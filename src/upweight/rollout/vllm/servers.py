@@ -32,7 +32,7 @@ class VllmServers:
         self._live: dict[str, VllmServer] = {}
         self._lost: dict[str, VllmServer] = {}
         for url in urls:
-            self._open(url)
+            self._connect(url)
 
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         completions_by_prompt: Completions = [[] for _ in prompts]
@@ -47,7 +47,7 @@ class VllmServers:
 
         def distribute(indices: Iterable[int], pool: ThreadPoolExecutor) -> None:
             """Give every server a share of the prompts, about equal in number and in tokens."""
-            live = self._healthy()
+            live = self._live_servers()
             longest_first = sorted(indices, key=lambda index: -len(prompts[index]))
             for number, (url, server) in enumerate(live.items()):
                 if share := sorted(longest_first[number :: len(live)]):
@@ -72,11 +72,11 @@ class VllmServers:
             lost = dict(self._lost)
         for url in [url for url, server in lost.items() if server.health() is None]:
             try:
-                self._open(url)
+                self._connect(url)
                 logger.warning("%s is back", url)
             except UserError as error:
                 logger.warning("warning: %s answers, but cannot be used: %s", url, error)
-        behind = {url: server for url, server in self._healthy().items() if server.version() != version}
+        behind = {url: server for url, server in self._live_servers().items() if server.version() != version}
         sent: dict[str, Sending | None] = {}  # None where it has to be repeated
         written: Path | None = None  # the weights are written once
         try:
@@ -97,29 +97,29 @@ class VllmServers:
             raise
 
     def version(self) -> int:
-        return min(server.version() for server in self._healthy().values())
+        return min(server.version() for server in self._live_servers().values())
 
     def require_room(self, prompt: int, new: int) -> None:
-        for server in self._healthy().values():
+        for server in self._live_servers().values():
             server.require_room(prompt, new)
 
     def on_model(self, call: OnModel) -> None:
         self._on_model = call
-        for server in self._healthy().values():
+        for server in self._live_servers().values():
             server.on_model(call)
 
     def close(self) -> None:
-        for server in self._healthy().values():
+        for server in self._live_servers().values():
             server.close()
 
-    def _open(self, url: str) -> None:
+    def _connect(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
         server.client.timeout = FAILOVER_SECONDS
         with self._lock:
             self._live[url] = server
             self._lost.pop(url, None)
 
-    def _healthy(self) -> dict[str, VllmServer]:
+    def _live_servers(self) -> dict[str, VllmServer]:
         with self._lock:
             return dict(self._live)
 

@@ -74,8 +74,8 @@ class ServedVersions:
             return
         probe = partial(ask_probe, self.client, name, self._vocabulary, self._temperature)
         ids, logps = self.client.run(self.client.retry_until_answered(probe))
-        mean, largest = self.on_model(self._comparison(ids, logps, adapted=False))
-        if not self._agrees(mean, largest):
+        mean, largest = self.on_model(self._logp_comparison(ids, logps, adapted=False))
+        if not self._within_limit(mean, largest):
             raise UserError(self._other_weights(mean))
 
     @property
@@ -91,7 +91,7 @@ class ServedVersions:
             write_aside(lambda part: self.on_model(self.transport.writer(part)), folder)
         else:
             write_aside(partial(link_files, like), folder)
-        return served, self.client.start(self._put(served))
+        return served, self.client.start(self._load_weights(served))
 
     def publish(self, version: int, sending: Sending | None = None) -> ServedVersion:
         """Send the present weights until the server samples from them; `sending`: what `send` returned, if called."""
@@ -104,15 +104,15 @@ class ServedVersions:
             try:
                 served, put = sending or self.send(version, attempt=attempt)
                 sending = None
-                mean, largest = self.on_model(self._comparison(*put.result(), adapted=True))
-                if not self._agrees(mean, largest):
+                mean, largest = self.on_model(self._logp_comparison(*put.result(), adapted=True))
+                if not self._within_limit(mean, largest):
                     raise RequestFailed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
-                self.client.run(self._retire(served))
+                self.client.run(self._make_current(served))
                 return served
             except (OSError, SafetensorError, RequestFailed, RequestRefused) as error:
                 problem, sending = error, None
                 if served is not None:
-                    self.client.run(self._drop(served))
+                    self.client.run(self._drop_version(served))
             except BaseException as error:  # requests wait for these weights, whatever the error
                 self.give_up(str(error) or type(error).__name__)
                 raise
@@ -134,7 +134,7 @@ class ServedVersions:
 
     def close(self) -> None:
         """Unload all versions from the server, and remove their files."""
-        self.client.run(self._retire(None))
+        self.client.run(self._make_current(None))
         if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
@@ -156,7 +156,7 @@ class ServedVersions:
         served.users -= 1
         if served in self._old and not served.users:
             self._old.remove(served)
-            task = asyncio.ensure_future(self._drop(served))
+            task = asyncio.ensure_future(self._drop_version(served))
             self._drops.add(task)
             task.add_done_callback(self._drops.discard)
 
@@ -168,10 +168,10 @@ class ServedVersions:
             if since is None and clock() - self._healthy_at < CHECK_VALID_SECONDS:
                 return
             # A refusal means another restart since the version was loaded.
-            await self.client.retry_until_answered(self._restore, since, again=(RequestFailed, RequestRefused))
+            await self.client.retry_until_answered(self._restore_version, since, again=(RequestFailed, RequestRefused))
             self._healthy_at = clock()
 
-    async def _put(self, served: ServedVersion) -> tuple[list[int], list[float]]:
+    async def _load_weights(self, served: ServedVersion) -> tuple[list[int], list[float]]:
         """Have the server load new weights; return the tokens and log-probs of a probe."""
         await self.client.until_healthy()
         if self.transport.drains:
@@ -186,7 +186,7 @@ class ServedVersions:
         served.top_logps = ids, await top_logps_of(self.client, served.name, ids)
         return ids, logps
 
-    async def _restore(self) -> None:
+    async def _restore_version(self) -> None:
         """Send the current version again where the server has lost it."""
         served = self.current
         if served is None or not self.open.is_set() or await self.transport.holds(self.client, served):
@@ -209,18 +209,18 @@ class ServedVersions:
         if not applied:
             warn_once(NO_TEMPERATURE % (self.client.url, self._temperature))
 
-    async def _retire(self, new: ServedVersion | None) -> None:
+    async def _make_current(self, new: ServedVersion | None) -> None:
         """Make a version the current one, drop unused old ones, and let requests use it."""
         if self.current is not None:
             self._old.append(self.current)
         self.current = new
         for served in [old for old in self._old if not old.users]:
             self._old.remove(served)
-            await self._drop(served)
+            await self._drop_version(served)
         if new is not None:
             self.open.set()
 
-    async def _drop(self, served: ServedVersion) -> None:
+    async def _drop_version(self, served: ServedVersion) -> None:
         """Unload a version and then remove its folder, which the server may read until then."""
         if not served.folder.exists():
             return
@@ -231,11 +231,11 @@ class ServedVersions:
             return
         shutil.rmtree(served.folder, ignore_errors=True)
 
-    def _comparison(self, ids: list[int], logps: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
+    def _logp_comparison(self, ids: list[int], logps: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
         """Return a function that compares a model, with or without its adapter, with the server's log-probs."""
         return partial(difference, ids=ids, reported_logps=logps, temperature=self._logps_temperature, adapted=adapted)
 
-    def _agrees(self, mean: float, largest: float) -> bool:
+    def _within_limit(self, mean: float, largest: float) -> bool:
         """Whether a difference is within the limit; the first one decides which limit later ones have."""
         if self._exact is None:
             self._exact = self._dtype == torch.float32 and agrees(mean, largest, exact=True)

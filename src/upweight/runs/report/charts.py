@@ -51,7 +51,7 @@ def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
     """Return the charts of these metrics of training and of evaluations (`eval_...`), in page order."""
     logged = [name for name in dict.fromkeys(trained) if name not in UNCHARTED]
     held_out = [split_set(name, logged) for name in dict.fromkeys(evaluated)]
-    compared = [metric for _, metric in held_out if _charted(metric) and re.fullmatch(COMPARED, metric)]
+    compared = [metric for _, metric in held_out if _has_chart(metric) and re.fullmatch(COMPARED, metric)]
     names = list(dict.fromkeys([*logged, *compared]))
     charts: list[Chart] = []
     taken: set[str] = set()
@@ -59,7 +59,7 @@ def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
         matching = [name for pattern in spec.metrics for name in names if re.fullmatch(pattern, name)]
         matching = [name for name in dict.fromkeys(matching) if name not in taken]
         for part in [[name] for name in matching] if spec.each else [matching] if matching else []:
-            charts.append(_chart(spec, part, names))
+            charts.append(_build_chart(spec, part, names))
             taken |= {*part, *(name for name in charts[-1].band if name != "reward_std")}
     charts += [Chart("Other", name, "", "", [("", name)]) for name in logged if name not in taken]
     for chart in charts:
@@ -73,16 +73,16 @@ def split_set(name: str, metrics: Sequence[str] = ()) -> tuple[str, str]:
     words = name.removeprefix("eval_").split("_")
     for count in range(len(words)):
         metric = "_".join(words[count:])
-        if metric in metrics or _charted(metric):
+        if metric in metrics or _has_chart(metric):
             return "_".join(words[:count]), metric
     return "", "_".join(words)
 
 
-def _charted(name: str) -> bool:
+def _has_chart(name: str) -> bool:
     return any(re.fullmatch(pattern, name) for spec in SPECS for pattern in spec.metrics)
 
 
-def _chart(spec: Spec, metrics: list[str], names: list[str]) -> Chart:
+def _build_chart(spec: Spec, metrics: list[str], names: list[str]) -> Chart:
     labels = dict(zip(spec.metrics, spec.labels, strict=False))
     for name in metrics:
         match = re.fullmatch(spec.metrics[0], name)

@@ -35,7 +35,7 @@ class CompletionsReader:
                 files.setdefault(match[1] or "", {})[int(match[2])] = file
         room, parts = MOST_CHARACTERS, []
         for name, step in by_importance({name: sorted(steps) for name, steps in files.items()}):
-            part, size = self._file(files[name][step], name, step, weights)
+            part, size = self._shown_file(files[name][step], name, step, weights)
             if size <= room:
                 room -= size
                 parts.append(part)
@@ -46,7 +46,7 @@ class CompletionsReader:
         notes += [f"{rows:,} completions of the steps shown are not on it."] if rows else []
         return parts, [" ".join([*notes, f"All of them are in {COMPLETIONS}/."])] if notes else []
 
-    def _file(self, file: Path, name: str, step: int, weights: Sequence[float]) -> tuple[dict[str, Any], int]:
+    def _shown_file(self, file: Path, name: str, step: int, weights: Sequence[float]) -> tuple[dict[str, Any], int]:
         """Return what the page shows of a file, and its size there."""
         try:
             stat = file.stat()
@@ -86,7 +86,7 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "rewards": {name: number(value) for name, value in rewards.items()},
         "reward": number(sum(known)) if known else None,
         "advantage": number(row.get("advantage")),
-        "failure": None if row.get("failure") is None else _text(row["failure"]),
+        "failure": None if row.get("failure") is None else _as_text(row["failure"]),
         "columns": {name: plain(value, MAX_CHARS) for name, value in row.items() if name not in FIELDS},
     }
     texts = row.get("token_texts")
@@ -102,24 +102,24 @@ def conversation(value: Any, role: str) -> list[Message]:
     if value is None:
         return []
     if not isinstance(value, list):
-        return [{"role": role, "content": _text(value)}]
+        return [{"role": role, "content": _as_text(value)}]
     messages = []
     for item in value:
-        message = item if isinstance(item, Mapping) else {"content": _text(item)}
-        content, calls = _text(message.get("content") or ""), message.get("tool_calls") or []
-        call_texts = [_call(call) for call in calls] if isinstance(calls, list) else [_text(calls)]
+        message = item if isinstance(item, Mapping) else {"content": _as_text(item)}
+        content, calls = _as_text(message.get("content") or ""), message.get("tool_calls") or []
+        call_texts = [_tool_call_text(call) for call in calls] if isinstance(calls, list) else [_as_text(calls)]
         content = "\n".join(part for part in (content, *call_texts) if part)
-        messages.append({"role": _text(message.get("role") or role), "content": content})
+        messages.append({"role": _as_text(message.get("role") or role), "content": content})
     return messages
 
 
-def _call(call: Any) -> str:
+def _tool_call_text(call: Any) -> str:
     """Return a tool call as `name(arguments)`."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-        return _text(call)
-    return _text(f"{inner['name']}({_text(inner.get('arguments', ''))})")
+        return _as_text(call)
+    return _as_text(f"{inner['name']}({_as_text(inner.get('arguments', ''))})")
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), MAX_CHARS)

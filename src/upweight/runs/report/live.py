@@ -42,7 +42,7 @@ class PageServer(ThreadingHTTPServer):
     def newest(self) -> dict[str, Any]:
         """Return the data of the page; it is read again, with a new mark, when a file of the runs has changed."""
         with self.reading:
-            seen = tuple(_state(part) for folder in self.folders for part in folders_of(folder))
+            seen = tuple(_folder_state(part) for folder in self.folders for part in folders_of(folder))
             if seen != self.seen:
                 self.mark += 1
                 self.data = {**self.reader.read(live=True), "mark": str(self.mark)}
@@ -65,19 +65,19 @@ class Handler(BaseHTTPRequestHandler):
         assert isinstance(server, PageServer)
         url, host = urlsplit(self.path), self.headers.get("Host", "")
         if (host.rpartition(":")[0] or host) not in (HERE, "localhost"):  # any port: a tunnel may begin at another
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
+            self._send_answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
         elif url.path == "/":
-            self._answer(HTTPStatus.OK, "text/html", page(server.newest()))
+            self._send_answer(HTTPStatus.OK, "text/html", page(server.newest()))
         elif url.path == "/data.json":
             data = server.newest()
             if parse_qs(url.query).get("since") == [data["mark"]]:
-                self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
+                self._send_answer(HTTPStatus.NO_CONTENT, "application/json", "")
             else:
-                self._answer(HTTPStatus.OK, "application/json", json.dumps(data, allow_nan=False))
+                self._send_answer(HTTPStatus.OK, "application/json", json.dumps(data, allow_nan=False))
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.\n")
+            self._send_answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.\n")
 
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def _send_answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
         for name, value in HEADERS.items():
@@ -101,7 +101,7 @@ def open_page_server(folders: Sequence[Path], port: int | None) -> PageServer:
         return PageServer(folders, 0)
 
 
-def _state(folder: Path) -> tuple[Any, ...]:
+def _folder_state(folder: Path) -> tuple[Any, ...]:
     """Return values that change with the files of a run's folder and with the state of its process."""
     state: list[Any] = [folder, run_status(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
     for name in (METRICS, CONFIG, HEALTH, RECORD, COMPLETIONS):

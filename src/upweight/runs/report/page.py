@@ -35,11 +35,11 @@ class PageReader:
         """Return the data of the page."""
         parts = [part for folder in self.folders for part in folders_of(folder)]
         readers = [self.readers.setdefault(part, RunReader(part)) for part in parts]
-        names = _names(parts)
+        names = _distinct_names(parts)
         runs = [reader.read(name) for reader, name in zip(readers, names, strict=True)]
         trained, evaluated = ([name for run in runs for name in run[kind]] for kind in ("metrics", "evaluated"))
         return {
-            "title": _names(self.folders)[0] if len(self.folders) == 1 else " and ".join(names),
+            "title": _distinct_names(self.folders)[0] if len(self.folders) == 1 else " and ".join(names),
             "kind": "comparison" if len(self.folders) > 1 else "stages" if len(parts) > len(self.folders) else "run",
             "live": live,
             "version": __version__,
@@ -64,7 +64,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 def page(data: Mapping[str, Any]) -> str:
     """Return the HTML of the page; with `live` in its data it polls its server."""
-    styles, scripts = ([_asset(name) for name in names] for names in (STYLES, SCRIPTS))
+    styles, scripts = ([_read_asset(name) for name in names] for names in (STYLES, SCRIPTS))
     connect = "'self'" if data.get("live") else "'none'"
     policy = (
         f"default-src 'none'; style-src {' '.join(map(_hash, styles))}; script-src {' '.join(map(_hash, scripts))}; "
@@ -82,14 +82,14 @@ def page(data: Mapping[str, Any]) -> str:
 
 def plain_page(title: str, body: str) -> str:
     """Return the HTML of a page without scripts; `body` is markup."""
-    style = _asset("page.css")
+    style = _read_asset("page.css")
     policy = f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     parts = {"POLICY": html.escape(policy), "TITLE": html.escape(f"{title} · Upweight")}
     return _filled("plain.html", {**parts, "STYLES": f"<style>{style}</style>", "BODY": body})
 
 
 def _filled(name: str, parts: Mapping[str, str]) -> str:
-    text = _asset(name)
+    text = _read_asset(name)
     for part, content in parts.items():
         text = text.replace(f"<!--{part}-->", content, 1)
     return text
@@ -101,7 +101,7 @@ def embedded(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (resources.files("upweight.runs.report") / "page" / name).read_text(encoding="utf-8")
 
 
@@ -109,7 +109,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
     """Return the last path parts of folders, as many as make them distinct."""
     paths = [folder.resolve() for folder in folders]
     fewest = 2 if any(path.name in GENERIC for path in paths) else 1

@@ -33,13 +33,13 @@ class RunReader:
     def read(self, name: str) -> dict[str, Any]:
         """Return the present state of the run as plain values; `name` is its name on the page."""
         rows, record = self.metrics.read(), read_json(self.folder / RECORD)
-        config = self._config(record)
+        config = self._config_of(record)
         steps, values = columns(rows, evaluation=False)
         eval_steps, evaluated = columns(rows, evaluation=True)
         trained = (key for key in ("reward_model", "process_reward_model") if config.get(key) is True)
         chosen = str(next(trained, config.get("rl") or ("sft" if config else "")))
         method = METHOD_NAMES.get(chosen, chosen.upper())
-        completions, notes = self.written.read(_numbers(_trl(config).get("reward_weights")))
+        completions, notes = self.written.read(_numbers(_trl_block(config).get("reward_weights")))
         logged = len({row["step"] for row in rows if isinstance(row.get("step"), int)})
         if logged > POINTS:
             notes.append(f"Curves show {POINTS:,} of {logged:,} logged steps; all of them are in {METRICS}.")
@@ -55,7 +55,7 @@ class RunReader:
             "max_steps": number(record.get("max_steps")) or number(config.get("max_steps")),
             "facts": facts(config, record, method),
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
-            "settings": _flat(config),
+            "settings": _flat_keys(config),
             "health": plain(self.health.read(), LONGEST_VERDICT),
             "steps": steps,
             "metrics": values,
@@ -66,7 +66,7 @@ class RunReader:
             "notes": notes,
         }
 
-    def _config(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _config_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the resolved config, or the settings in a script's record, without secrets."""
         try:
             config = record.get("settings") or yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def folders_of(folder: Path) -> list[Path]:
 
 def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> list[tuple[str, str]]:
     """Return the model, the data and the main settings as labelled texts."""
-    trl, adapter = _trl(config), config.get("adapter")
+    trl, adapter = _trl_block(config), config.get("adapter")
     rank = f", rank {config['lora_r']}" if config.get("lora_r") else ""
     batch = [config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks")]
     held_out = record.get("held_out_rows")
@@ -94,14 +94,14 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
         "Method": method + (f", {trl['loss_type']} loss" if trl.get("loss_type") else ""),
         "Model": config.get("base_model"),
         "Trained": f"{adapter} adapter{rank}" if adapter else "all weights" if config else None,
-        "Data": ", ".join(_dataset(row) for row in config.get("datasets") or () if isinstance(row, Mapping)),
+        "Data": ", ".join(_dataset_name(row) for row in config.get("datasets") or () if isinstance(row, Mapping)),
         "Rows": f"{record['rows']:,}" if isinstance(record.get("rows"), int) else None,
         "Held-out rows": f"{held_out:,}" if isinstance(held_out, int) and held_out else None,
         "Batch": f" {TIMES} ".join(str(part) for part in batch if isinstance(part, int) and part) or None,
         "Learning rate": f"{config['learning_rate']:g}" if number(config.get("learning_rate")) is not None else None,
         "Completions of a prompt": trl.get("num_generations"),
         "Longest completion": f"{trl['max_completion_length']} tokens" if trl.get("max_completion_length") else None,
-        "Rewards": _rewards(trl),
+        "Rewards": _reward_formula(trl),
         "Sampler": SAMPLERS.get(backend, backend) if trl else None,
         "Seed": config.get("seed"),
     }
@@ -148,17 +148,17 @@ def run_status(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[
     return {"state": state, "message": message, "started": None, "ended": None, **times}
 
 
-def _trl(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _trl_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config["trl"] if isinstance(config.get("trl"), Mapping) else {}
 
 
-def _dataset(row: Mapping[str, Any]) -> str:
+def _dataset_name(row: Mapping[str, Any]) -> str:
     path = Path(str(row.get("path")))
     name = path.name if path.is_absolute() else str(path)
     return name + (f" ({row['type']})" if isinstance(row.get("type"), str) else "")
 
 
-def _rewards(trl: Mapping[str, Any]) -> str:
+def _reward_formula(trl: Mapping[str, Any]) -> str:
     names, weights = trl.get("reward_funcs"), _numbers(trl.get("reward_weights"))
     if not isinstance(names, list):
         return ""
@@ -178,10 +178,10 @@ def _without_secrets(value: Any) -> Any:
     return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flat_keys(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return every key by its full path, for comparing two runs."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
-        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: plain(str(value), 300)}
+        flat |= _flat_keys(value, f"{path}.") if isinstance(value, Mapping) else {path: plain(str(value), 300)}
     return flat

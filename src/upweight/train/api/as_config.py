@@ -80,8 +80,8 @@ def build_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = Non
     wrapping = {"state_dict": plugin.get("state_dict_type"), "wrap_policy": plugin.get("auto_wrap_policy")}
     values["sharding"] |= {"fsdp": bool(args.fsdp), "low_memory_loading": args.deepspeed is not None, **wrapping}
     values["choice"] = CHOICES.get(args.method_class.name, {"rl": args.method_class.name})
-    values["model"] |= _model(args, objects, name)
-    values["adapter"] |= _adapter(objects)
+    values["model"] |= _model_settings(args, objects, name)
+    values["adapter"] |= _adapter_settings(objects)
     funcs, factory = objects.reward_funcs, objects.environment_factory
     rewards = funcs if isinstance(funcs, list | tuple) else [] if funcs is None else [funcs]
     names = [reward if isinstance(reward, str) else str(_name_of(reward)) for reward in rewards]
@@ -166,7 +166,7 @@ def _set_keys(args: Any) -> dict[str, Any]:
     return values
 
 
-def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
+def _model_settings(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
     """Return the model settings of the arguments about loading."""
     given = args.model_init_kwargs or {}
     options = {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype")}
@@ -186,7 +186,7 @@ def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
     }
 
 
-def _adapter(objects: Objects) -> dict[str, Any]:
+def _adapter_settings(objects: Objects) -> dict[str, Any]:
     peft_config: Any = objects.peft_config
     if peft_config is None and isinstance(objects.model, PeftModel):
         peft_config = objects.model.active_peft_config

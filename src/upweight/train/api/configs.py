@@ -135,10 +135,10 @@ class MethodArguments(TrainingArguments):
         zero, self.deepspeed = self.deepspeed, None
         super().__post_init__()
         self.bf16, self.deepspeed = bf16, zero  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._refuse()
+        self._refuse_arguments()
         checked_config(self)
 
-    def _refuse(self) -> None:
+    def _refuse_arguments(self) -> None:
         """Raise for every argument that this loop would ignore; warn of those that have no effect."""
         problems = []
         for one in dataclasses.fields(self):

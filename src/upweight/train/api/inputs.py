@@ -81,7 +81,7 @@ def parts_for(
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
-    _refuse(model, args, ref_model, peft_config, others.get("teacher_model"))
+    _refuse_inputs(model, args, ref_model, peft_config, others.get("teacher_model"))
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -202,7 +202,7 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
 
 
-def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, teacher: Any) -> None:
+def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, teacher: Any) -> None:
     """Raise for models and adapters of the wrong type, or that do not fit each other."""
     for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", teacher)):
         if not isinstance(value, str | Model) and (value is not None or name == "model"):

@@ -60,7 +60,7 @@ def launch(arguments: Sequence[str], start: Start, nproc_per_node: int) -> int:
         port, store = start.port or (PORT if start.nodes > 1 else free_port()), None
         if start.launcher is None:
             command = [sys.executable, "-m", "upweight", *arguments]
-            listener = _listener(start.port or 0) if start.nodes == 1 else None
+            listener = _listen(start.port or 0) if start.nodes == 1 else None
             alone = {} if listener is None else _at_loopback(listener)
             each = [_rank_variables(start, number, nproc_per_node, port) | alone for number in range(nproc_per_node)]
             ranks = [_spawn(command, folder, variables) for variables in each]
@@ -73,7 +73,7 @@ def launch(arguments: Sequence[str], start: Start, nproc_per_node: int) -> int:
             ranks = [_spawn(_launcher_command(arguments, start, nproc_per_node, port), folder, variables)]
         with forwarded_signals((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
-                return _wait(ranks, Path(folder), passed)
+                return _wait_for_ranks(ranks, Path(folder), passed)
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -105,7 +105,7 @@ def _at_loopback(listener: socket.socket) -> dict[str, str]:
     return store | {name: os.environ.get(name, str(loopback)) for name in names}
 
 
-def _listener(port: int) -> socket.socket:
+def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -153,7 +153,7 @@ def _launcher_command(arguments: Sequence[str], start: Start, nproc_per_node: in
     return [sys.executable, "-m", "accelerate.commands.launch", *where, *several, *start.extra, *command]
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:
+def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:
     """Wait until all are done, one has failed, or one has been stopped for long."""
     running = time.monotonic()  # when all ranks were last seen to run
     while True:

@@ -99,7 +99,7 @@ class ShardedWork:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def lead(self, work: Callable[[nn.Module], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[nn.Module], T]) -> T:
         """On rank 0: have every rank call `work` on the model, and return the result."""
         return broadcast_from_rank0(work)(self._model)
 

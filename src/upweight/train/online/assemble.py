@@ -122,7 +122,7 @@ def build_rollouts(
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
-    schedule = _schedule(section, plan, policy, sharded_work, backend)
+    schedule = _rollout_schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
     producer = Producer(
@@ -197,7 +197,7 @@ def _completion_source(
     return WithDemonstrations(source, share, writer) if share else source
 
 
-def _schedule(
+def _rollout_schedule(
     section: RolloutSection, plan: Plan, policy: Policy, sharded_work: ShardedWork | None, backend: Backend
 ) -> RolloutSchedule:
     """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce."""

@@ -64,7 +64,8 @@ def in_process(inputs: BackendInputs) -> InProcess:
     )
     numbers = [] if isinstance(rows, FedPrompts) else range(len(rows))
     longest = max(
-        (_tokens(rows[number], sampling) for number in numbers), default=inputs.config.data.max_prompt_length or 0
+        (_longest_context(rows[number], sampling) for number in numbers),
+        default=inputs.config.data.max_prompt_length or 0,
     )
     generator.require_room(longest, sampling.max_new_tokens)
     return generator
@@ -92,7 +93,7 @@ def vllm_server(inputs: BackendInputs) -> VllmServer | VllmServers | None:
     server = connect(urls[0]) if len(urls) == 1 else VllmServers(urls, connect)
     server.require_room(_longest_prompt(inputs), inputs.sampling.max_new_tokens)
     if inputs.sharded_work is not None:
-        server.on_model(inputs.sharded_work.lead)
+        server.on_model(inputs.sharded_work.run_on_all_ranks)
     return server
 
 
@@ -159,7 +160,7 @@ def _longest_prompt(inputs: BackendInputs) -> int:
     return max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
 
 
-def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
+def _longest_context(row: Mapping[str, Any], sampling: Sampling) -> int:
     """Return the most tokens that a row may have before its last sampled turn."""
     if "ids" in row:
         return len(row["ids"]) - sampling.max_new_tokens

@@ -32,7 +32,7 @@ def broadcast_rollout(rollout: Rollout | None) -> Rollout:
 
 def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
     """Return a header with everything but the per-token values, and one flat array of those per dtype."""
-    lists = _lists(rollout)
+    lists = _token_lists(rollout)
     lengths = [[len(one) for one in of_kind] for of_kind in lists]
     numbers = [
         np.fromiter(chain.from_iterable(of_kind), kind, sum(sizes))
@@ -50,7 +50,7 @@ def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
 def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
     """Return the rollout that `to_flat` flattened."""
     rollout, lengths, scores = header
-    for lists, sizes, flat in zip(_lists(rollout), lengths, numbers, strict=True):
+    for lists, sizes, flat in zip(_token_lists(rollout), lengths, numbers, strict=True):
         for empty, size, stop in zip(lists, sizes, accumulate(sizes), strict=True):
             empty.extend(flat[stop - size : stop].tolist())
     for group, (rewards, advantages) in zip(rollout.groups, scores, strict=True):
@@ -59,7 +59,7 @@ def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
     return rollout
 
 
-def _lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
+def _token_lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
     """Return the per-token lists of integers, floats and booleans, in a fixed order."""
     written = [one for group in rollout.groups for completion in group.completions for one in completion.segments]
     integers = [group.prompt_ids for group in rollout.groups]

@@ -67,7 +67,7 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
     section = config.environment
     if not objects.tools and objects.environment_factory is None:
         if config.method.online and config.gym.enabled:
-            return _gym(config)
+            return _gym_setup(config)
         if not config.method.online or not section.acts:
             return None
     # The time limit leaves the environment room to report a tool that timed out.
@@ -77,7 +77,7 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
     return EnvironmentSetup(environment, limits, section.tool_format, config.data)
 
 
-def _gym(config: Config) -> EnvironmentSetup:
+def _gym_setup(config: Config) -> EnvironmentSetup:
     """Return the NeMo Gym of a config: running servers, or those that rank 0 starts."""
     section = config.gym
     name = section.model_name or str(config.model.base_model)

@@ -83,7 +83,7 @@ class RolloutFeed:
         """Return the units of the next optimizer step, of all ranks, from the current rollout or a new one."""
         plan, step = self.producer.plan, trainer_state.global_step
         if self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0):
-            runner.meters.add(_means(self.sync(step), runner.accelerator.device))
+            runner.meters.add(_as_means(self.sync(step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.steps_per_rollout:
             began = time.perf_counter()
             with activity("waiting for a rollout"):
@@ -95,7 +95,7 @@ class RolloutFeed:
                 rollout = self.producer.finish(rollout, plan.group_size)
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": step - oldest}
-            runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
+            runner.meters.add(_as_means(rollout.metrics | waited, runner.accelerator.device))
             self._start_rollout(rollout, 0, runner, model)
             for callback in self.on_rollout:
                 callback(rollout, step + 1)
@@ -294,7 +294,7 @@ class RolloutFeed:
             gaps += each
         total = np.concatenate([np.zeros(0, np.float32), *gaps])
         if len(total):  # completions that are too long may all be masked
-            runner.meters.add(_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
+            runner.meters.add(_as_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
 
 
 class RolloutLoader:
@@ -342,6 +342,6 @@ def _with_lag(unit: Unit, step: int) -> Unit:
     return dataclasses.replace(unit, samples=tuple(dataclasses.replace(one, lag=lag) for one, lag in known))
 
 
-def _means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:
+def _as_means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:
     one = torch.ones((), device=device, dtype=torch.float64)
     return {name: Mean(one * value, one) for name, value in metrics.items()}

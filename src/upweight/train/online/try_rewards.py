@@ -38,11 +38,11 @@ class TriedRewards:
         return {
             "completions": len(self.call),
             "prompts": len(self.call.groups()),
-            "rewards": [trial.summary() | self.examples(trial) for trial in self.trials],
+            "rewards": [trial.summary() | self.best_and_worst(trial) for trial in self.trials],
             "remarks": self.remarks,
         }
 
-    def examples(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
+    def best_and_worst(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
         """A reward's best and worst completions with their prompts and scores."""
         texts, prompts = texts_of(self.call.completions), self.call.prompts
         best, worst = (
@@ -68,7 +68,7 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
         rollouts.generator.sync(0)
     producer.completion_source(groups, count or producer.plan.group_size, producer.sampling, None)
     rollouts.close()
-    return _try(config, producer.scorer.rewards, reward_call(groups, producer.decode))
+    return _try_rewards(config, producer.scorer.rewards, reward_call(groups, producer.decode))
 
 
 def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewards:
@@ -81,14 +81,14 @@ def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewar
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rewards = build_rewards(config, device, columns, environment_setup(config))
     completions = [_in_prompt_form(row) for row in rows]
-    ids = _tokens(config, rewards, texts_of(completions))
+    ids = _token_ids(config, rewards, texts_of(completions))
     prompts = [row.get("prompt") for row in rows]
     group_S = [number for number, (_, group) in enumerate(groupby(prompts)) for _ in group]
     values = {name: [row.get(name) for row in rows] for name in columns}
-    return _try(config, rewards, RewardCall(prompts, completions, ids, values, group_S))
+    return _try_rewards(config, rewards, RewardCall(prompts, completions, ids, values, group_S))
 
 
-def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
+def _token_ids(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
     """The token ids of completions, where a reward may read them."""
     must = any("completion_ids" in reward.takes.named for reward in rewards)
     may = any(reward.takes.everything for reward in rewards)
@@ -118,7 +118,7 @@ def _in_prompt_form(row: Mapping[str, Any]) -> Any:
     return completion
 
 
-def _try(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
+def _try_rewards(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
     section, method = config.rollout, config.method
     trials = try_rewards(rewards, call, workers=section.reward_workers, timeout=section.reward_timeout)
     online = method.online_settings

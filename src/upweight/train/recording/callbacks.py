@@ -59,7 +59,7 @@ class StopOnSignal(TrainerCallback):
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.getsignal(number)  # before a signal can come in between
-                signal.signal(number, self._catch)
+                signal.signal(number, self._on_signal)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.caught = max(all_gather_objects(self.caught))  # a signal reaches the ranks at different times
@@ -82,7 +82,7 @@ class StopOnSignal(TrainerCallback):
             logger.warning("stopped at step %d; continue with --resume (in a script %s)", state.global_step, RESUME)
             sys.exit(128 + self.caught)
 
-    def _catch(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked loader process
             return
         if self.caught:
@@ -177,7 +177,7 @@ class Progress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.start_step + 1:  # the first step compiles and allocates, so it is not timed
             self.first = (state.global_step, time.perf_counter())
-        self._draw(state)
+        self._draw_bar(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         clear_status()
@@ -192,9 +192,9 @@ class Progress(TrainerCallback):
             shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._time_left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
         logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
-        self._draw(state)
+        self._draw_bar(state)
 
-    def _draw(self, state: Any) -> None:
+    def _draw_bar(self, state: Any) -> None:
         step, steps = state.global_step, state.max_steps
         if self.bar and state.is_world_process_zero and steps:
             done = BAR_WIDTH * step // steps

@@ -45,11 +45,11 @@ class CompletionFiles:
             if len(one.ids) <= tokens_left:
                 tokens_left -= len(one.ids)
                 logps = policy_logps[index] if index < len(policy_logps) else None
-                rows[index] |= self._tokens(one, logps)
+                rows[index] |= self._token_fields(one, logps)
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_text(folder / f"{prefix}step_{step:05d}.jsonl", text)
 
-    def _tokens(self, one: Completion, policy_logps: Sequence[float] | None) -> dict[str, Any]:
+    def _token_fields(self, one: Completion, policy_logps: Sequence[float] | None) -> dict[str, Any]:
         """Return per-token fields of a completion: texts, sampler and policy log-probs, and which were sampled."""
         texts = token_texts(one.ids, self.decode, self.known)
         fields: dict[str, Any] = {"token_texts": texts}

@@ -69,7 +69,7 @@ class MetricsFile(TrainerCallback):
             cut_completions(self.folder, state.global_step or -1)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (line := _line(kwargs["logs"], state)) is not None:
+        if (line := _json_line(kwargs["logs"], state)) is not None:
             with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
@@ -78,11 +78,11 @@ class MetricsOut(TrainerCallback):
     """Prints the same JSON to standard output, for other programs."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (line := _line(kwargs["logs"], state)) is not None:
+        if (line := _json_line(kwargs["logs"], state)) is not None:
             print(line, flush=True)
 
 
-def _line(logs: Mapping[str, Any], state: Any) -> str | None:
+def _json_line(logs: Mapping[str, Any], state: Any) -> str | None:
     """Return a log as JSON, which has no NaN and infinity; None on other ranks and for the Trainer's final summary."""
     if not state.is_world_process_zero or "train_runtime" in logs:
         return None

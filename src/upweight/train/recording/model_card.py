@@ -33,7 +33,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
     types = [f" ({row.type})" if isinstance(row.type, str) else "" for row in config.data.datasets]
     data = [f"- `{_public_name(row.path)}`{kind}" for row, kind in zip(config.data.datasets, types, strict=True)]
     config_yaml = yaml.safe_dump(_set_keys(config), sort_keys=False, allow_unicode=True).rstrip()
-    sections = {"Data": data, "Metrics": _metrics(history), "Config": ["```yaml", config_yaml, "```"]}
+    sections = {"Data": data, "Metrics": _metrics_table(history), "Config": ["```yaml", config_yaml, "```"]}
     versions = f"Upweight {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     steps = next((entry["step"] for entry in reversed(history) if "step" in entry), 0)
     return "\n".join([
@@ -51,7 +51,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
     ])  # fmt: skip
 
 
-def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
+def _metrics_table(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a table of the first and last values of the main metrics."""
     values: dict[str, list[float]] = {}
     for name, value in (item for entry in history for item in entry.items()):
