@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from upweight.config import Config
 from upweight.data.cleaning import ROLE, near_duplicates, signature_of
 from upweight.data.prepare import Prepared, jobs_of
-from upweight.data.raw_row import IGNORED
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.workers import EncodeJob, with_evaluation_rows
 from upweight.methods.base import Method
+from upweight.types import IGNORED
 
 MOST_COMPARED = 20_000  # rows that are compared with each other, evenly spaced
 SHOWN_ALIKE = 5  # pairs

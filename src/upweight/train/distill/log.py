@@ -11,7 +11,6 @@ import torch
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED
-from upweight.data.raw_row import IGNORED
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.files import atomic_path
@@ -20,6 +19,7 @@ from upweight.log import logger
 from upweight.methods import METHODS
 from upweight.train.run import build
 from upweight.train.trainer import MethodTrainer
+from upweight.types import IGNORED
 
 ROWS_AT_A_TIME = 64
 IDS = pa.list_(pa.int32())
