@@ -27,7 +27,7 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
         elif name in FIELDS and (problem := _value_error(name, value)):
             errors.append(f"{KEY}: '{key}'{problem}.")
         elif name in FIELDS:
-            options[name] = tuple(_as_list(name, value)) if name in LIST_OPTIONS else FIELDS[name](value)
+            options[name] = tuple(_values_of(name, value)) if name in LIST_OPTIONS else FIELDS[name](value)
         elif key not in ALWAYS_ON and not others:
             hint = f"{did_you_mean(key, (*FIELDS, *SPELLINGS))} It knows {', '.join((*FIELDS, *SPELLINGS))}."
             errors.append(f"{KEY}: '{key}' is not an option of sampling here.{hint}")
@@ -37,7 +37,7 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
 def _value_error(name: str, value: Any) -> str | None:
     """Return the error in an option's value, if any."""
     wanted = (int, float) if FIELDS[name] is float else FIELDS[name]
-    if any(not isinstance(item, wanted) or isinstance(item, bool) for item in _as_list(name, value)):
+    if any(not isinstance(item, wanted) or isinstance(item, bool) for item in _values_of(name, value)):
         return f" must be {FIELDS[name].__name__}{' or a list' if name in LIST_OPTIONS else ''}"
     if name == "max_new_tokens" and value < 1:
         return f": at least 1, got {value}"
@@ -49,5 +49,5 @@ def _value_error(name: str, value: Any) -> str | None:
     return None
 
 
-def _as_list(name: str, value: Any) -> list[Any]:
+def _values_of(name: str, value: Any) -> list[Any]:
     return list(value) if name in LIST_OPTIONS and isinstance(value, list | tuple) else [value]

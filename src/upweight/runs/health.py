@@ -105,7 +105,7 @@ class Health:
         evaluation = any(name.startswith("eval_") for name in row)
         if not evaluation and "loss" not in row:
             return []
-        self._store_row(row, evaluation)
+        self._remember_row(row, evaluation)
         # The metrics that a run logs say which kinds of rules apply.
         first = self.start[0] if self.start else {}
         kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
@@ -123,7 +123,7 @@ class Health:
                 new_verdicts.append(verdict)
         return new_verdicts
 
-    def _store_row(self, row: MetricsRow, evaluation: bool) -> None:
+    def _remember_row(self, row: MetricsRow, evaluation: bool) -> None:
         rows = self.rows[evaluation]
         rows.append(row)
         while len(rows) > MIN_ROWS and rows[0]["step"] <= row["step"] - self.keeps:

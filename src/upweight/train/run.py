@@ -31,8 +31,8 @@ from upweight.train.recording.model_card import model_card
 from upweight.train.recording.run_folder import (
     changed_keys,
     recording,
-    refuse_other_weights,
     require_same_data,
+    require_same_resume_keys,
     write_config,
 )
 from upweight.train.trainer import MethodTrainer
@@ -103,7 +103,7 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else []
-    refuse_other_weights(changed, checkpoint, config.optim.scheduler)
+    require_same_resume_keys(changed, checkpoint, config.optim.scheduler)
     if changed:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     remove_partials(folder)

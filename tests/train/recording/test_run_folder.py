@@ -11,7 +11,7 @@ from upweight.config.config import SECTIONS
 from upweight.errors import UserError
 from upweight.runs.files import METRICS
 from upweight.train.recording.metrics import MetricsFile, cut_metrics
-from upweight.train.recording.run_folder import changed_keys, refuse_other_weights, write_config
+from upweight.train.recording.run_folder import changed_keys, require_same_resume_keys, write_config
 
 PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}
@@ -79,7 +79,7 @@ def test_a_resume_refuses_keys_that_choose_other_weights(keys, refused, tmp_path
     write_config(parse_config(before, folder=tmp_path), tmp_path)
     changed = changed_keys(parse_config({**before, **keys}, folder=tmp_path), tmp_path)
     with pytest.raises(UserError, match=f"resume: {refused} set otherwise") if refused else nullcontext():
-        refuse_other_weights(changed, tmp_path / "checkpoint-1", "cosine")
+        require_same_resume_keys(changed, tmp_path / "checkpoint-1", "cosine")
 
 
 def test_each_log_is_one_line_that_every_parser_reads(tmp_path):

@@ -88,7 +88,7 @@ class TurnBatcher:
         for request in requests:
             if request.completions.set_running_or_notify_cancel():  # cancelled with its rollout otherwise
                 by_count.setdefault(len(request.seeds), []).append(request)
-        for batch in (batch for same_count in by_count.values() for batch in self._batches(same_count)):
+        for batch in (batch for same_count in by_count.values() for batch in self._split_to_fit(same_count)):
             sampling = dataclasses.replace(
                 self.sampling,
                 max_new_tokens=max(request.limit for request in batch),
@@ -99,7 +99,7 @@ class TurnBatcher:
                 request.completions.set_result([_cut(completion, request.limit) for completion in completions])
         self.max_wait = min(max(WAIT_SHARE * (time.monotonic() - began), MIN_WAIT), MAX_WAIT)
 
-    def _batches(self, requests: Sequence[_TurnRequest]) -> list[list[_TurnRequest]]:
+    def _split_to_fit(self, requests: Sequence[_TurnRequest]) -> list[list[_TurnRequest]]:
         """Split requests so that the longest prompt and the largest limit of each batch fit together."""
         batches: list[list[_TurnRequest]] = []
         for request in sorted(requests, key=lambda request: request.limit, reverse=True):

@@ -62,7 +62,7 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in (*paths, *unset)]
 
 
-def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
+def require_same_resume_keys(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
     """Raise where changed keys do not fit the weights, optimizer or learning rate of the checkpoint."""
     remedy = "Set it as in the run's config.yaml, or begin a new run in another output_dir."
     otherwise = "set otherwise than when the run began"
