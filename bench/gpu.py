@@ -75,6 +75,7 @@ ROWS: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], tuple[str, ...]]]
     "grpo_2048": (step, ("grpo_2048",)),
     "dpo": (step, ("dpo",)),
     "grpo_whole": (whole, ("grpo_whole",)),
+    "distill_whole": (module, ("bench.gpu_distill",)),
     "generate_64": (generate, ("64",)),
     "generate_256": (generate, ("256",)),
     "share_1.5b": (module, ("bench.gpu_share", "1.5b")),

@@ -5,7 +5,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -15,12 +15,15 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from upweight import GRPOConfig, GRPOTrainer
+from upweight import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
-from upweight.methods import DPO, GRPO, KTO, ORM, ORPO, SimPO
+from upweight.engine import Engine
+from upweight.methods import DPO, GRPO, KTO, ORM, ORPO, Distill, SimPO
 from upweight.methods.base import Method
+from upweight.models.reference import SeparateModel
+from upweight.train.distill.teachers import LocalTeacher, Teachers
 from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 from upweight.types import Sample, Unit
@@ -32,6 +35,8 @@ METHODS: dict[str, Method] = {
     "orpo_step": ORPO(),
     "simpo_step": SimPO(nll_weight=0.0),
     "reward_step": ORM(),
+    "moe_step": DPO(),
+    "gkd_step": Distill(on_policy=0, divergence="jsd", beta=0.5),
 }
 
 
@@ -47,7 +52,7 @@ def grpo_units(rows: list[dict[str, Any]], method: Method) -> list[Unit]:
     ]
 
 
-def _completed(prompt: list[int], completion: list[int], advantage: float) -> Sample:
+def _completed(prompt: list[int], completion: list[int], advantage: float | None) -> Sample:
     """A sample whose completion is scored."""
     scored = np.arange(len(prompt) + len(completion)) >= len(prompt)
     return Sample(np.array(prompt + completion, np.int64), scored, advantage=advantage)
@@ -60,7 +65,11 @@ class TrainingPart:
 
     def __init__(self, folder: Path, work: dict[str, Any]) -> None:
         method = METHODS[work["name"]]
-        if method.online:
+        if work["distils"]:
+            self.units = [
+                Unit((_completed(row["prompt"], row["completion"], None),), n) for n, row in enumerate(work["rows"])
+            ]
+        elif method.online:
             self.units = grpo_units(work["rows"], method)
         else:
             named = [{key if key == "label" else f"{key}_ids": row[key] for key in row} for row in work["rows"]]
@@ -68,10 +77,25 @@ class TrainingPart:
         auto = AutoModelForCausalLM if method.head == "tokens" else AutoModelForSequenceClassification
         self.model = auto.from_pretrained(folder / "model", dtype=torch.float32).train()
         optim = OptimSection(token_budget=work["budget"])
+
+        def load_teachers(student: Any, engine: Engine, attach_engine: Callable[[Any], Engine]) -> Teachers:
+            teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+            parts = SeparateModel(student, teacher), attach_engine(teacher), student.config.vocab_size
+            return Teachers({None: LocalTeacher(method, *parts)})
+
         policy = make_policy(
-            self.model, method, torch.float32, torch.device("cpu"), longest=1024, optim=optim, section=ModelSection()
+            self.model,
+            method,
+            torch.float32,
+            torch.device("cpu"),
+            longest=1024,
+            optim=optim,
+            section=ModelSection(),
+            load_teachers=load_teachers if work["distils"] else None,
         )
-        self.runner = StepRunner(method, policy.engine, Accelerator(cpu=True), policy.token_budget, policy.reference)
+        options = policy.token_budget, policy.reference
+        more = {"teachers": policy.teachers, "router_coefficient": policy.router_coefficient}
+        self.runner = StepRunner(method, policy.engine, Accelerator(cpu=True), *options, **more)
 
     def step(self) -> float:
         """Rows, forward, loss and backward of one optimizer step -> the loss; gradients are left on the model."""
@@ -79,29 +103,33 @@ class TrainingPart:
 
 
 class WholeStep:
-    """A GRPOTrainer that samples completions, scores them and trains on them."""
+    """A trainer that samples completions, scores them or has a teacher, and trains on them."""
 
     def __init__(self, folder: Path, work: dict[str, Any]) -> None:
         rows, size = work["rows"], work["completions"]
         prompts = [{"prompt": " ".join(f"t{token}" for token in row["prompt"])} for row in rows]
-        config = GRPOConfig(
-            output_dir=str(folder / "ours"),
-            per_device_train_batch_size=work["micro_batch"],
-            gradient_accumulation_steps=len(rows) * size // work["micro_batch"],
-            num_generations=size,
-            max_completion_length=work["new_tokens"],
-            token_budget=work["budget"],
-            use_cpu=True,
-            bf16=False,
-        )
+        settings: dict[str, Any] = {
+            "output_dir": str(folder / "ours"),
+            "per_device_train_batch_size": work["micro_batch"],
+            "gradient_accumulation_steps": len(rows) * size // work["micro_batch"],
+            "max_completion_length": work["new_tokens"],
+            "token_budget": work["budget"],
+            "use_cpu": True,
+            "bf16": False,
+        }
 
         def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
             return [sum(ids) % 101 / 100 for ids in completion_ids]
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-        self.trainer = GRPOTrainer(
-            str(folder / "model"), reward, args=config, train_dataset=prompts, processing_class=tokenizer
-        )
+        given = {"train_dataset": prompts, "processing_class": tokenizer}
+        if work["distils"]:
+            teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+            teacher.config.name_or_path = ""  # AutoTokenizer would take the model's kind for the tokenizer's
+            self.trainer = DistillationTrainer(str(folder / "model"), teacher, DistillationConfig(**settings), **given)
+        else:
+            config = GRPOConfig(**settings, num_generations=size)
+            self.trainer = GRPOTrainer(str(folder / "model"), reward, args=config, **given)
         self.model: Any = self.trainer.model
         self.more: dict[str, float] = {}
 

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 RECORD = Path(__file__).parent.parent / "tests" / "train" / "api" / "trl_names.json"
-EXPERIMENTAL = {"CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo"}
-METHODS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "Reward", "GRPO", "RLOO")
+EXPERIMENTAL = {"CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo", "GKD": "trl.experimental.gkd"}
+METHODS = ("SFT", "DPO", "KTO", "ORPO", "CPO", "Reward", "GRPO", "RLOO", "GKD", "Distillation")
 
 
 def _default(one: dataclasses.Field[Any]) -> Any:

@@ -12,6 +12,7 @@ from upweight.methods import METHODS
 from upweight.runs.health import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments
+from upweight.train.api.distill import DistillationConfig, GKDConfig
 from upweight.train.api.fields import help_of
 from upweight.train.api.grpo_config import GRPOConfig
 
@@ -40,7 +41,7 @@ def arguments() -> str:
     """The end of `docs/peers.md`: the key of every argument of a script's config."""
     lines = []
     classes = [one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, MethodArguments)]
-    for kind in [*(one for one in classes if hasattr(one, "method_class")), GRPOConfig]:
+    for kind in [*(one for one in classes if hasattr(one, "method_class")), GRPOConfig, GKDConfig, DistillationConfig]:
         named = {}
         for argument in dataclasses.fields(kind):
             if (key := help_of(argument).setting) is not None:

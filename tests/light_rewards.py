@@ -6,6 +6,11 @@ def even_tokens(completion_ids, **kwargs):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
+def each_even_token(completion_ids, **kwargs):
+    """One for each token with an even id, where it stands."""
+    return [[float(token % 2 == 0) for token in ids] for ids in completion_ids]
+
+
 def short(completions, **kwargs):
     """Shorter text is better; ties happen."""
     return [-round(len(text) / 8) / 4 for text in completions]

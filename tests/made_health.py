@@ -16,6 +16,8 @@ PAIRS = {
     "loss": 0.5, "grad_norm": 2.0, "rewards/margins": 0.3, "rewards/accuracies": 0.65, "rewards/chosen": 0.1,
     "rewards/rejected": -0.2,
 }  # fmt: skip
+DISTILLED = {"loss": 0.5, "grad_norm": 2.0, "distill/agreement": 0.7, "distill/teacher_gain": 0.3,
+             "distill/forward_kl": 0.4, "distill/reverse_kl": 0.5}  # fmt: skip
 ALL_ALIKE = {"reward": 0.35, "frac_reward_zero_std": 1.0, "reward_std": 0.0, "group_reward_std": 0.0,
              "grad_norm": 0.0}  # fmt: skip
 
@@ -62,6 +64,13 @@ SICK = [
     ("negative margins", PAIRS, {"rewards/accuracies": 0.5, "rewards/margins": -0.01}),
     ("nothing left to tell apart", PAIRS, {"rewards/accuracies": 1.0, "loss": 0.001}),
     ("loss rises", PAIRS, {"loss": 0.9}),
+    ("teacher does not fit", DISTILLED, {"distill/agreement": 0.02}),
+    ("nothing left to learn from the teacher", DISTILLED, {"distill/forward_kl": 1e-7, "distill/reverse_kl": -1e-7}),
+    ("experts collapse", {**PAIRS, "router/max_load": 1.6}, {"router/max_load": 4.0}),
+    ("experts collapse", {**HEALTHY, "router/max_load": 1.6}, {"router/max_load": 4.0}),
+    ("experts unused", HEALTHY, {"router/unused_experts": 0.8}),
+    ("experts unused", PAIRS, {"router/unused_experts": 0.8}),
+    ("teacher is worse", DISTILLED, {"distill/teacher_gain": -0.4}),
 ]  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class FakeVllm:
         self.delay = 0.0
         self.held: set[str] = set()  # names whose requests wait
         self.well = True
+        self.tokenizer = None  # of the route /tokenize
         self.raw_logps = False  # log-probs leave out the temperature, as without --logprobs-mode
         self.restart()
         self._server = json_server(self.answer)
@@ -127,6 +128,8 @@ class FakeVllm:
             return 200, {"results": [None]}
         if path == "/v1/completions":
             return self.complete(body)
+        if path == "/tokenize" and self.tokenizer is not None:
+            return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
         return self.transferred(path, body)
 
     def transferred(self, path, body):
@@ -182,6 +185,8 @@ class FakeVllm:
             {"index": n, "prompt_token_ids": prompt, **self.written(model, prompt, body, ends)}
             for n in range(body.get("n", 1))
         ]
+        if body.get("prompt_logprobs") is not None:
+            choices[0]["prompt_logprobs"] = _prompt_logprobs(model, prompt, body["prompt_logprobs"])
         if body.get("logprobs"):
             best = _logps(model, prompt, 1.0 if self.raw_logps else body["temperature"])[-1].topk(body["logprobs"])
             top = {f"token_id:{token}": logp for logp, token in zip(*(part.tolist() for part in best), strict=True)}
@@ -203,3 +208,14 @@ class FakeVllm:
 @torch.no_grad()
 def _logps(model, ids, temperature=1.0):
     return (model(input_ids=torch.tensor([ids])).logits[0].float() / (temperature or 1.0)).log_softmax(-1)
+
+
+def _prompt_logprobs(model, prompt, count):
+    """As vLLM: nothing for the first token, then the actual one first, the likeliest, and -9999 for zero."""
+    log_p = _logps(model, prompt, 1.0)
+    rows = [None]
+    for position, token in enumerate(prompt[1:]):
+        best = log_p[position].topk(count).indices.tolist() if count else []
+        entries = dict.fromkeys([token, *best])
+        rows.append({str(one): {"logprob": max(float(log_p[position][one]), -9999.0), "rank": 1} for one in entries})
+    return rows

@@ -1,5 +1,7 @@
 """Who is there, who ends with whom, and which port is free."""
 
+import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -9,7 +11,14 @@ import time
 
 import pytest
 
-from upweight.processes import forwarded_signals, is_alive, process_ids, signal_group, start_ticks
+from upweight.processes import (
+    forwarded_signals,
+    is_alive,
+    keep_pages_shared,
+    process_ids,
+    signal_group,
+    start_ticks,
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process cannot be told from a running one")
@@ -85,6 +94,21 @@ def _in_group(number: int, group: int) -> bool:
         return os.getpgid(number) == group
     except ProcessLookupError:
         return False
+
+
+def test_a_forked_process_leaves_the_pages_of_its_parent_to_it():
+    def count(results):
+        keep_pages_shared()
+        results.put((gc.get_freeze_count(), gc.collect()))
+
+    context = multiprocessing.get_context("fork")
+    results, objects, before = context.Queue(), len(gc.get_objects()), gc.get_freeze_count()
+    process = context.Process(target=count, args=(results,))
+    process.start()
+    frozen, _ = results.get(timeout=30)
+    process.join()
+    assert frozen >= 0.9 * objects
+    assert gc.get_freeze_count() == before  # of the parent
 
 
 def test_a_signal_is_passed_on_and_the_handler_put_back():

@@ -129,12 +129,53 @@ def sampling_trainer() -> Any:
     return GRPOTrainer(str(FOLDER / "model"), reward, args=config, train_dataset=prompts, processing_class=tokenizer)
 
 
+def distillation_trainer() -> Any:
+    """A DistillationTrainer whose student samples with `generate`, up to the longest length."""
+    from trl import DistillationConfig, DistillationTrainer  # pyright: ignore[reportMissingImports]
+
+    config = DistillationConfig(
+        **settings(len(WORK["rows"])),
+        max_completion_length=WORK["new_tokens"],
+        model_init_kwargs={"dtype": "float32"},
+        teacher_model_init_kwargs={"dtype": "float32"},
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER / "model", padding_side="left")
+    prompts = Dataset.from_list([{"prompt": text(row["prompt"])} for row in WORK["rows"]])
+    models = str(FOLDER / "model"), str(FOLDER / "teacher")
+    return DistillationTrainer(*models, args=config, train_dataset=prompts, processing_class=tokenizer)
+
+
+def gkd_trainer() -> Any:
+    """A GKDTrainer on the case's completions, in their order; its loss is JSD with the mean of both."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
+
+    rows = [
+        {
+            "prompt": text(row["prompt"]),
+            "input_ids": row["prompt"] + row["completion"],
+            "completion_mask": [0] * len(row["prompt"]) + [1] * len(row["completion"]),
+        }
+        for row in WORK["rows"]
+    ]
+    config = GKDConfig(
+        **settings(len(rows)),
+        lmbda=0.0,
+        train_sampling_strategy="sequential",
+        model_init_kwargs={"dtype": "float32"},
+        teacher_model_init_kwargs={"dtype": "float32"},
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER / "model")
+    models = str(FOLDER / "model"), str(FOLDER / "teacher")
+    return GKDTrainer(*models, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
 OFFLINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo_step": ("trl", "DPO", {}),
     "kto_step": ("trl", "KTO", {}),
     "orpo_step": ("trl.experimental.orpo", "ORPO", {}),
     "simpo_step": ("trl.experimental.cpo", "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
     "reward_step": ("trl", "Reward", {}),
+    "moe_step": ("trl", "DPO", {}),
 }
 
 
@@ -158,7 +199,8 @@ def offline_trainer() -> Any:
 
 def main() -> None:
     online = {"grpo_step": grpo_trainer, "grpo_whole_step": sampling_trainer}
-    trainer = online.get(WORK["name"], offline_trainer)()
+    online["distillation_whole_step"] = distillation_trainer
+    trainer = (gkd_trainer if WORK["name"] == "gkd_step" else online.get(WORK["name"], offline_trainer))()
     on_demand = OnDemand()
     on_demand.clock(trainer, "training_step", 1)
     if WORK["name"] in online:

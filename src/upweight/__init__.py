@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RewardConfig,
         SFTConfig,
     )
+    from upweight.train.api.distill import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
     from upweight.train.api.grpo import GRPOTrainer, RLOOTrainer
     from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig
     from upweight.train.api.trainers import (
@@ -40,12 +41,15 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
+    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "GKDConfig",
+    "GKDTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
     "ORPOConfig", "ORPOTrainer", "PRMConfig", "PRMTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig",
     "RewardTrainer", "SFTConfig", "SFTTrainer", "apply_chat_template", "extract_prompt", "is_conversational",
     "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
     "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset", "unpair_preference_dataset",
 ]  # fmt: skip
+_ROLLOUTS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
+_DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrainer")
 
 
 def __getattr__(name: str) -> Any:
@@ -56,9 +60,12 @@ def __getattr__(name: str) -> Any:
         from upweight.data import trl_functions
 
         return getattr(trl_functions, name)
-    from upweight.train.api import configs, grpo, trainers
+    import importlib
 
-    return next(vars(module)[name] for module in (configs, grpo, trainers) if name in vars(module))
+    # Only the modules that the name needs: each config is a class of 150 fields, which takes time to build.
+    modules = ("grpo",) if name in _ROLLOUTS else ("distill",) if name in _DISTILLS else ("configs", "trainers")
+    loaded = (importlib.import_module(f"upweight.train.api.{module}") for module in modules)
+    return next(vars(module)[name] for module in loaded if name in vars(module))
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,8 @@ CUT_COLUMNS = ("chosen_ids", "rejected_ids", "completion_ids", "ids", "labels", 
 class EntryRows(Strict):
     """The keys of an entry of `datasets` that select rows of it."""
 
-    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random.")
+    skip: int = inner(0, "Number of rows left out at the start.", ge=0)
+    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random; of a stream, the first ones.")
     shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
     shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
 
@@ -46,9 +47,13 @@ class RowSection(Section):
     )
 
 
-def select_from_entry(rules: EntryRows, count: int, seed: int) -> Positions:
-    """Return which of an entry's `count` rows are read, in order."""
-    rows = np.arange(count)[rules.shards_idx :: rules.shards] if rules.shards else np.arange(count)
+def select_from_entry(rules: EntryRows, count: int, seed: int, where: str = "datasets") -> Positions:
+    """Return which of an entry's `count` rows are read, in order; `where` names the entry in errors."""
+    if rules.skip >= count:
+        raise UserError(f"{where}: 'skip: {rules.skip}' leaves out all {count} rows.")
+    rows = np.arange(rules.skip, count)
+    if rules.shards:
+        rows = rows[rules.shards_idx :: rules.shards]
     if rules.max_samples and rules.max_samples < len(rows):
         rows = rows[np.sort(np.random.default_rng(seed).permutation(len(rows))[: rules.max_samples])]
     return rows
@@ -56,6 +61,8 @@ def select_from_entry(rules: EntryRows, count: int, seed: int) -> Positions:
 
 def split_rows(rules: RowSection, counts: Sequence[int], seed: int) -> list[tuple[Positions, Positions]]:
     """Return, for entries with `counts` rows, which rows are trained on and which are held out to evaluate."""
+    if not counts:
+        return []
     # The shards are dealt over the rows of all entries.
     first, step = rules.shard_index, rules.shard_count or 1
     starts = [(first - before) % step for before in np.cumsum([0, *counts])[:-1]]
@@ -73,7 +80,7 @@ def split_rows(rules: RowSection, counts: Sequence[int], seed: int) -> list[tupl
 def training_order(rules: RowSection, counts: Sequence[int], seed: int) -> Positions:
     """Return the order in which the prepared rows of entries, `counts` of each, are trained on."""
     random, order = np.random.default_rng(seed), np.arange(sum(counts))
-    if rules.shuffle_before_merging:
+    if rules.shuffle_before_merging and counts:
         order = np.concatenate([random.permutation(part) for part in np.split(order, np.cumsum(counts)[:-1])])
     return random.permutation(order) if rules.shuffle_merged and not rules.curriculum else order
 

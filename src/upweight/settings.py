@@ -8,9 +8,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from upweight.user_modules import PATH
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class UserPath(str):
+    """The path of a user's function or class: `mine.name`, or `folder/mine.py:name`."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.str_schema(pattern=f"^({PATH.pattern})$")
+
+
 BOOL_WORDS = {False: ("no", "false", "off", "none", "disabled"), True: ("yes", "true", "on")}
 
 

@@ -8,17 +8,19 @@ Tensor names end in their axes:
     R  reward functions                                  V  vocabulary
     D  hidden width                                      F  feature width
     C  classes of a score head                           2  (chosen, rejected)
+    K  tokens that a teacher lists                       E  hidden width of a teacher
+    L  layers with a router                              X  experts of a layer
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from upweight.lazy_torch import Tensor, torch
 
 IGNORED = -100  # label of a token without a class
 
@@ -38,6 +40,16 @@ class Sample:
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
+    versions: NDArray[np.float32] | None = None  # policy version that sampled each token
+    lag: NDArray[np.float32] | None = None  # optimizer steps since then
+    teacher_ids: NDArray[np.int64] | None = None  # [., K]: the tokens that a teacher listed, -1 where there are fewer
+    teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
+    token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any of its tokens has an advantage other than zero."""
+        return bool(self.advantage) if self.token_advantages is None else bool(self.token_advantages.any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +59,9 @@ class Unit:
     samples: tuple[Sample, ...]
     group: int = 0  # units of a group share a prefix; they are packed together where the token budget allows
     margin: float | None = None  # becomes Batch.margin_P
+    teacher: str | None = None  # the name of its teacher, where there are several
+    # The length of the prompt of its samples, and the tokens that the teacher sees in place of it.
+    teacher_prompt: tuple[int, NDArray[np.int64]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +87,23 @@ class Batch:
     label_S: Tensor | None = None
     prompt_T: Tensor | None = None  # True where a scored token belongs to the prompt (ORPO's likelihood term)
     advantage_S: Tensor | None = None
+    advantage_T: Tensor | None = None  # where tokens of a sequence differ in their advantages; None: advantage_S
     share_S: Tensor | None = None  # Sample.share; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
+    version_T: Tensor | None = None  # Sample.versions
+    lag_T: Tensor | None = None  # Sample.lag
+    longest: int | None = None  # most scored tokens of a sequence, known without asking the device
+    teacher_ids_TK: Tensor | None = None  # the tokens that a teacher lists, -1 where there are fewer
+    teacher_logps_TK: Tensor | None = None  # their log-probs; minus infinity where there are fewer
+    teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave
+    # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
+    weight_BN: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
@@ -96,6 +120,29 @@ class Outputs:
     is_top_T: Tensor | None = None  # whether the scored token is the most likely one
     scores_TC: Tensor | None = None
     features_TF: Tensor | None = None
+    # Comparisons with a teacher, over the whole vocabulary or the tokens that it lists.
+    divergence_T: Tensor | None = None
+    forward_kl_T: Tensor | None = None
+    reverse_kl_T: Tensor | None = None
+    teacher_entropy_T: Tensor | None = None
+    teacher_logps_T: Tensor | None = None  # of the scored tokens
+    agrees_T: Tensor | None = None  # whether both find the same token most likely
+    listed_logps_TK: Tensor | None = None  # the policy's log-probs of `Batch.teacher_ids_TK`
+    listed_tail_T: Tensor | None = None  # log of the mass that the policy gives all other tokens
+    # Sums over the tokens of a row, by `Batch.weight_BN`, for each router.
+    router_load_LX: Tensor | None = None  # how often an expert is chosen
+    router_prob_LX: Tensor | None = None  # its probabilities
+    router_entropy_L: Tensor | None = None  # of the routers' distributions
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence from a teacher is computed, and the temperature of both models."""
+
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
+    beta: float = 0.5  # the teacher's share of the mixture in jsd
+    temperature: float = 1.0
+    summed: bool = False  # whether losses are a multiple of its sum over tokens: its gradient is known in the forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +191,11 @@ class Loss:
     metrics: Metrics = field(default_factory=dict)
 
 
+Credit = list[
+    tuple[int, float]
+]  # (end, value): a reward for the completion's tokens up to `end`, which follows the last
+
+
 @dataclass(frozen=True)
 class Completion:
     """The tokens after a prompt: sampled, or alternately sampled and written by an environment."""
@@ -158,7 +210,9 @@ class Completion:
     # Earlier segments: the chat template rewrote the history after each, so each is trained as a separate sequence.
     earlier: list["Completion"] = field(default_factory=list)
     failure: str | None = None  # the environment's error; the completion is not trained on
+    demonstration: bool = False  # the data's, in place of one that the policy would have sampled
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
+    advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
 
     @property
     def completion_ids(self) -> list[int]:
@@ -191,6 +245,7 @@ class Group:
     environments: list[Any] = field(default_factory=list)  # the users' objects of its episodes, until it is scored
     version: int = 0  # policy version that sampled its oldest token
     replayed: bool = False  # came from the replay buffer
+    credits: dict[tuple[int, int], Credit] = field(default_factory=dict)  # by completion and reward; else at its end
 
 
 @dataclass(frozen=True)

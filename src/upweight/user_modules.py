@@ -1,11 +1,19 @@
-"""Loads the user's functions by dotted path, and describes their errors. Light to import, for reward workers."""
+"""Loads the user's functions and classes by path, checks their options, and describes their errors.
 
+A path is dotted (`mine.loss`) or has the file in it (`folder/mine.py:loss`). Light to import, for reward workers.
+"""
+
+import functools
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -15,23 +23,39 @@ from upweight.errors import UserError, did_you_mean
 
 INSTALLED = ("site-packages", "dist-packages")
 OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).parent)
+OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+PATH = re.compile(r"[^:]+\.py:\w+|[A-Za-z_]\w*(\.\w+)+")
+CODE: dict[str, dict[str, str]] = {}  # the user's files that this process loaded: `module.name` -> file and digest
+
+
+def is_path(value: Any) -> bool:
+    """Whether a value has the form of a path to a user's function or class: `mine.loss`, `folder/mine.py:loss`."""
+    return isinstance(value, str) and PATH.fullmatch(value) is not None
 
 
 def local_file(path: str, folder: Path) -> Path | None:
-    """Return the user's file that a dotted path refers to, or None."""
+    """Return the user's file that a path refers to, or None."""
+    named, _, _ = path.partition(":")
     module = path.rpartition(".")[0]
     for root in dict.fromkeys((Path.cwd(), folder)):
         stem = root.joinpath(*module.split("."))
-        for file in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
+        files = [root / named] if ":" in path else [stem.with_name(f"{stem.name}.py"), stem / "__init__.py"]
+        for file in files:
             if module and file.is_file():
                 return file.resolve()
     return None
 
 
 def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
-    """Return the function at a dotted path; `key` is the config key for error messages."""
-    module_name, _, name = path.rpartition(".")
+    """Return the function or class at a path; `key` is the config key for error messages."""
+    lead = f"{key}: " if key else ""
     file = local_file(path, folder)
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
+    if ":" in path:
+        if file is None:
+            roots = " or ".join(map(str, dict.fromkeys((Path.cwd(), folder.resolve()))))
+            raise UserError(f"{lead}there is no file {module_name} in {roots}.")
+        module_name = file.stem
     try:
         with redirect_stdout(sys.stderr):
             module = load_file(module_name, file) if file else importlib.import_module(module_name)
@@ -40,17 +64,111 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
             roots = list(dict.fromkeys((Path.cwd(), folder.resolve())))
             near = did_you_mean(module_name, [other.stem for root in roots for other in root.glob("*.py")])
             missing = f"no {module_name.replace('.', '/')}.py in {' or '.join(map(str, roots))}, and no such package"
-            raise UserError(f"{key}: there is no '{module_name}': {missing}.{near}") from error
-        raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
+            raise UserError(f"{lead}there is no '{module_name}': {missing}.{near}") from error
+        raise UserError(f"{lead}'{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise UserError(f"{key}: '{path}' cannot be imported: {describe_error(error)}") from error
+        raise UserError(f"{lead}'{path}' cannot be imported: {describe_error(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         public = {other: value for other, value in vars(module).items() if callable(value) and other[0] != "_"}
         known = [other for other, value in public.items() if getattr(value, "__module__", "") == module.__name__]
         hint = did_you_mean(name, public) or (f" It has {', '.join(known[:8])}." if known else "")
-        raise UserError(f"{key}: {file or module_name} has no function '{name}'.{hint}")
+        raise UserError(f"{lead}{file or module_name} has no function '{name}'.{hint}")
+    code = f"{module_name}.{name}"
+    if file is not None and code not in CODE:  # what was imported, though the file may change during the run
+        CODE[code] = {"file": str(file), "digest": hashlib.sha256(file.read_bytes()).hexdigest()}
     return function
+
+
+def changed_code(before: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return a sentence for each of the user's files that moved or changed, from `CODE` as it was before."""
+    sentences = []
+    for path, was in before.items():
+        if (now := CODE.get(path)) is None or now == was:
+            continue
+        moved = f"now comes from {now['file']}, then from {was['file']}" if now["file"] != was["file"] else ""
+        changed = f"{now['file']} was changed since" if now["digest"] != was["digest"] else ""
+        sentences.append(f"'{path}': {' and '.join(filter(None, (moved, changed)))}")
+    return sentences
+
+
+def asked_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments that a function or class asks for."""
+    return tuple(name for name, one in inspect.signature(function).parameters.items() if one.kind not in OPEN)
+
+
+def bind_options(
+    function: Callable[..., Any], options: Mapping[str, Any], key: str, name: str, provided: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return a function's or class's options as keyword arguments, checked by its signature and annotations.
+
+    `provided` are the names of the arguments that the caller passes. A parameter annotated with a pydantic model gets
+    all the options. Every error is raised at once; `key` is the config key of the options, `name` that of the function.
+    """
+    from pydantic import BaseModel
+
+    parameters = inspect.signature(function).parameters
+    hints = _annotations(function)
+    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    settable = {one: spec for one, spec in parameters.items() if spec.kind not in OPEN and one not in provided}
+    models = {one: kind for one in settable if inspect.isclass(kind := hints.get(one)) and issubclass(kind, BaseModel)}
+    if models:
+        argument, kind = next(iter(models.items()))
+        return {argument: _validated(kind, dict(options), key)}
+    problems = [
+        f"{key}.{one}: '{name}' has no such setting.{did_you_mean(one, settable) or _listing('It has', settable)}"
+        for one in options
+        if one not in settable and not open_ended
+    ]
+    for one, spec in settable.items():
+        if spec.kind is inspect.Parameter.POSITIONAL_ONLY:
+            problems.append(f"'{name}' takes '{one}' by position only; arguments are passed by name: drop the '/'.")
+        elif spec.default is inspect.Parameter.empty and one not in options:
+            hint = did_you_mean(one, provided) or _listing("It can ask for", provided)
+            problems.append(f"'{name}' asks for '{one}', which is neither passed to it nor set under '{key}'.{hint}")
+    bound: dict[str, Any] = {}
+    for one, value in options.items():
+        try:
+            bound[one] = _validated(hints[one], value, f"{key}.{one}") if one in hints and one in settable else value
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return bound
+
+
+def _listing(words: str, names: Collection[str]) -> str:
+    return f" {words} {', '.join(names)}." if names else ""
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except Exception:  # names that exist only for type checkers
+        return {}
+
+
+def _validated(kind: Any, value: Any, key: str) -> Any:
+    """Return a value as the type that an annotation asks for; a type that pydantic does not know takes any."""
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.errors import PydanticSchemaGenerationError
+
+    fields = getattr(kind, "model_fields", None)
+    if fields is not None and kind.model_config.get("extra") != "allow":
+        stray = [one for one in value if one not in fields]
+        lines = [
+            f"{key}.{one}: no such setting.{did_you_mean(one, fields) or _listing('There is', fields)}" for one in stray
+        ]
+        if lines:
+            raise UserError("\n".join(lines))
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except PydanticSchemaGenerationError:
+        return value
+    except ValidationError as error:
+        items = [(".".join([key, *map(str, one["loc"])]), one) for one in error.errors(include_url=False)]
+        lines = [f"{where}: {one['msg'][:1].lower()}{one['msg'][1:]}, got {one['input']!r}." for where, one in items]
+        raise UserError("\n".join(lines)) from None
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -107,6 +225,31 @@ def _importable(root: Path) -> Iterator[None]:
         sys.path.remove(folder)
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+@contextmanager
+def named_errors(what: str) -> Iterator[None]:
+    """Turn errors of the user's code into one line that says what failed and where."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code
+        if type(error).__name__ == "OutOfMemoryError":  # the trainer's to mend
+            raise
+        raise UserError(f"{what}: {describe_error(error)}") from error
+
+
+def named_method(kind: type, name: str, what: str) -> Callable[..., Any]:
+    """Return a method of a class with errors that say what failed and where."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with named_errors(f"{what} failed in {name}"):
+            return method(self, *arguments, **options)
+
+    return call
 
 
 def describe_error(error: BaseException) -> str:

@@ -103,3 +103,11 @@ def test_a_template_without_end_is_told_of_and_ended_by_its_key(preprocess, tmp_
     assert done.returncode == 2, done.stderr
     assert "s: preparing rows (chat_template_timeout: 3 s a row)" in done.stderr
     assert "it took longer than chat_template_timeout, 3 seconds" in done.stderr
+
+
+def test_a_page_about_the_data(preprocess, tmp_path):
+    done = upweight("data", "config.yaml", "--no-open", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / done.stdout.strip()).read_text()
+    assert "3 training rows were compared" in page
+    assert upweight("data", "config.yaml", "--no-open", "--output", "my.html", folder=tmp_path).stdout == "my.html\n"

@@ -66,7 +66,10 @@ ROWS = {
     "steps": {"prompt": "q", "completions": ["a", "b"], "labels": [True, 0]},
     "text": {
         "messages": TALK, "instruction": "i", "input": "x", "output": "o", "text": "t t", "prompt": "p",
-        "completion": "c", "input_ids": [1, 2], "labels": [-100, 2],
+        "completion": "c", "input_ids": [1, 2], "labels": [-100, 2], "system": "s", "response": "r", "question": "q",
+        "answer": "a", "choices": ["x", "y"], "solution": "s", "article": "t", "context": "t", "generation": "g",
+        "segments": [{"label": False, "text": "a"}, {"label": True, "text": "b"}], "category": "c", "summary": "s",
+        "conversations": [{"role": "human", "value": "h"}, {"role": "bot", "value": "b"}],
     },
     "prompts": {"prompt": TALK[:1], "messages": TALK[:1], "answer": "4", "extra": {"a": [1, None]}},
     "ebft": {

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,19 +9,12 @@ import pytest
 import yaml
 from datasets import Dataset
 
-from made_runs import metrics_of, write_model
-from made_tokenizers import byte_tokenizer
+from made_examples import EXAMPLES, example_model, rows_in_the_form_of, trained
+from made_runs import metrics_of
 from slow_cases import slow_except
 from upweight.config import load_config
-from upweight.train.run import train
-from upweight.train.stages import train_stages
 
-TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
-{{ one.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-EXAMPLES = Path(__file__).parents[2] / "examples"
-ELSEWHERE = ("demo/", "tools/", "gym/", "openenv/")  # tried by tests of their own
+ELSEWHERE = ("demo/", "tools/", "gym/", "openenv/", "own_code/")  # tried by tests of their own
 ALIKE = ("ebft/llama", "ebft/qwen3-8b")  # differ from others in their sizes
 CONFIGS = [
     path
@@ -31,76 +23,9 @@ CONFIGS = [
 ]
 
 
-def turns(*texts):
-    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
-
-
-def rows_in_the_form_of(path):
-    """A few rows with the columns of a dataset that examples name."""
-    many = range(12)
-    conversations = [
-        {"prompt": f"say {n}", "chosen": turns(f"say {n}", f"yes {n}"), "rejected": turns(f"say {n}", f"no, not {n}")}
-        for n in many
-    ]
-    known = {
-        "openai/gsm8k": [
-            {"question": f"What is {n} + 1?", "answer": f"One more than {n}.\n#### {n + 1}"} for n in many
-        ],
-        "trl-lib/ultrafeedback_binarized": [{**row, "score_chosen": 1.0} for row in conversations],
-        "mlabonne/orpo-dpo-mix-40k": conversations,
-        "HuggingFaceH4/no_robots": [{"messages": turns(f"say {n}", f"here it is: {n}")} for n in many],
-        "trl-lib/kto-mix-14k": [
-            {"prompt": turns(f"say {n}"), "completion": turns("", f"it is {n}")[1:], "label": n % 2 == 0} for n in many
-        ],
-        "trl-lib/math_shepherd": [
-            {"prompt": f"add {n}", "completions": ["first", "then"], "labels": [True, n % 2 == 0]} for n in many
-        ],
-        "pairs.jsonl": [{"question": f"say {n}", "chosen": f"yes {n}", "rejected": f"no, not {n}"} for n in many],
-        "hh_rlhf_harmless_test.jsonl.gz": [
-            {key: f"\n\nHuman: say {n}\n\nAssistant: {key} {n}" for key in ("chosen", "rejected")} for n in many
-        ],
-        "nvidia/OpenCodeInstruct": [{"input": f"print {n} twice", "output": f"print({n}, {n}) # done"} for n in many],
-        "sums.jsonl": [{"prompt": turns(f"What is {n} + 1?"), "answer": str(n + 1)} for n in many],
-    }
-    return known[path]
-
-
-def made_small(content, folder, model, reward_model):
-    """The keys of an example with what makes it small and lets it run anywhere."""
-    for number, entry in enumerate(content.get("datasets", ())):
-        file = folder / f"rows-{number}-{Path(entry['path']).name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows_in_the_form_of(entry["path"])))
-        for key in ("name", "split"):
-            entry.pop(key, None)
-        entry["path"] = str(file)
-    for key in ("fsdp", "fsdp_config", "load_in_4bit", "num_epochs", "bf16", "chat_template"):
-        content.pop(key, None)
-    if content.get("adapter") == "qlora":
-        content["adapter"] = "lora"
-    if content.get("optimizer", "").endswith("8bit"):
-        content["optimizer"] = "adamw_torch"
-    if "val_set_size" in content:
-        content["val_set_size"] = 2
-    if content.get("trl"):
-        small = {"num_generations": 4, "max_completion_length": 6, "use_vllm": False, "async_prefetch": False}
-        content["trl"] |= {**small, "vllm_sync_interval": 1, "reward_num_workers": 1, "log_completions": False}
-        named = content["trl"].get("reward_funcs", ())
-        content["trl"] |= {"reward_funcs": [reward_model if "/" in one else one for one in named]} if named else {}
-        if content.get("max_prompt_length"):
-            content["max_prompt_length"] = 64
-    content |= {"max_steps": 1, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "logging_steps": 1}
-    if "sequence_len" in content or content.get("rl") not in ("grpo", "gdpo"):
-        content["sequence_len"] = 200
-    for stage in content.get("stages", ()):
-        made_small(stage, folder, model, reward_model)
-    return content
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
-    byte_tokenizer("chatml", TEMPLATE).save_pretrained(folder)
-    return str(folder)
+    return example_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -109,30 +34,11 @@ def reward_model(model, tmp_path_factory):
     return trained(EXAMPLES / "reward_then_grpo" / "reward.yaml", tmp_path_factory.mktemp("reward"), model, "")
 
 
-def trained(example, folder, model, reward_model):
-    """Train an example in a folder of its own; the run folder."""
-    for file in example.parent.glob("*.py"):
-        shutil.copy(file, folder)
-        sys.modules.pop(f"upweight_user.{file.stem}", None)
-    content = made_small(yaml.safe_load(example.read_text()), folder, model, reward_model)
-    top = {"base_model": model, "dataset_prepared_path": str(folder / "prepared")}
-    content |= {**top, "output_dir": str(folder / "out")}
-    if "stages" in content:
-        content.pop("max_steps")
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
-    config = load_config(folder / "config.yaml")
-    if config.stages:
-        train_stages(config, lambda number, again: train(config.stages[number], resume=again))
-    else:
-        train(config)
-    return str(folder / "out")
-
-
 def name_of(example):
     return str(example.relative_to(EXAMPLES))
 
 
-FAST = ("dpo.yaml", "kto.yaml", "orpo.yaml", "sft.yaml", "process_reward.yaml", "gsm8k/config.yaml")
+FAST = ("distill.yaml", "dpo.yaml", "kto.yaml", "orpo.yaml", "sft.yaml", "process_reward.yaml", "gsm8k/config.yaml")
 
 
 @pytest.mark.parametrize("example", slow_except(FAST, CONFIGS, name_of), ids=name_of)
@@ -162,11 +68,37 @@ def test_the_script_trains_with_the_rewards_of_the_recipe(model, tmp_path, monke
     assert (tmp_path / "adapter_config.json").is_file()
 
 
+def run_notebook(name: str, model: str) -> dict:
+    """The names that a notebook's cells leave, run one after the other with a tiny model."""
+    cells = json.loads((EXAMPLES / name).read_text())["cells"]
+    names = {"__name__": "notebook"}
+    for text in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", model), "cell", "exec"), names)
+    return names
+
+
 def test_the_notebook_runs_from_top_to_bottom(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cells = json.loads((EXAMPLES / "first_steps.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names = {"__name__": "notebook"}
-    for text in code:
-        exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", model), "cell", "exec"), names)
-    assert len(names["rewards"]) == 4
+    assert len(run_notebook("first_steps.ipynb", model)["rewards"]) == 4
+
+
+@pytest.mark.slow
+def test_the_notebook_on_a_reward_of_ones_own_runs(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook("grpo_own_reward.ipynb", model)
+    assert names["checked"] == [(1.0, 0.2), (1.0, 0.0), (0.0, 0.2)]
+    assert len(names["rewards"]) == names["STEPS"]
+    assert 0 <= names["after"] <= 1.2
+
+
+@pytest.mark.slow
+def test_the_notebook_on_pairs_runs(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook("preference_pairs.ipynb", model)
+    assert names["losses"][-1] < names["losses"][0]
+    assert (tmp_path / "polite" / "adapter_config.json").is_file()
+
+
+def test_every_notebook_is_tried():
+    here = Path(__file__).read_text()
+    assert not [path.name for path in EXAMPLES.rglob("*.ipynb") if f'"{path.name}"' not in here]

@@ -8,6 +8,7 @@ from upweight.settings import Section, keys_of
 
 def test_methods_are_listed_by_their_own_names():
     assert sorted(METHODS) == [
+        "distill",
         "dpo",
         "ebft",
         "gdpo",
@@ -64,7 +65,7 @@ def test_learning_rates_follow_the_kind_of_method():
     rates = {name: (method.learning_rate, method.lora_learning_rate) for name, method in METHODS.items()}
     assert rates.pop("sft") == (2e-5, None)
     assert rates.pop("ebft") == (1e-6, None)
-    assert {rates.pop(name) for name in ("grpo", "gdpo", "rloo")} == {(1e-6, 1e-5)}
+    assert {rates.pop(name) for name in ("grpo", "gdpo", "rloo", "distill")} == {(1e-6, 1e-5)}
     assert {rates.pop(name) for name in ("orm", "prm")} == {(1e-5, 1e-4)}
     assert set(rates.values()) == {(1e-6, 5e-6)}
 

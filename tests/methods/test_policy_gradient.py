@@ -205,7 +205,7 @@ def test_quantile_is_the_linear_one(share):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_generations": 1}, "greater than or equal to 2"),
+        ({"num_generations": 1}, "1 completion has no others to compare with"),
         ({"sync_ref_model": True}, "set trl.beta above 0"),
         ({"loss_type": "vespo", "sampler_correction_mode": "sequence_mask"}, "token_truncate or token_mask"),
         ({"sampler_correction_floor": 4.0}, "must not be above trl.vllm_importance_sampling_cap"),
@@ -257,3 +257,40 @@ def test_a_completion_without_advantage_counts_where_something_else_is_computed_
     assert method.contributes(idle) == pulled
     assert method.contributes(useful)
     assert not method.contributes(Sample(np.arange(2), np.zeros(2, np.bool_), advantage=1.0))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_equal_advantages_of_tokens_are_those_of_their_sequence(name, level):
+    losses, gradients = [], []
+    for known in ({}, {"advantage_T": [2.0, 2.0, -1.0]}):
+        method = GRPO(loss_type=name, max_completion_length=10, importance_sampling_level=level)
+        out = made_outputs(LOGPS)
+        out.logps_T.requires_grad_()
+        value = method.loss(out, batch(**known), {}).sums.popitem()[1]
+        losses.append(value.detach())
+        gradients.append(torch.autograd.grad(value, out.logps_T)[0])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_an_advantage_of_a_token_moves_that_token_alone(level):
+    out = made_outputs(LOGPS)
+    out.logps_T.requires_grad_()
+    method = GRPO(importance_sampling_level=level, epsilon=0.9, loss_type="dapo")
+    value = method.loss(out, batch(advantage_T=[0.0, 3.0, 0.0]), {}).sums["rollout_tokens"]
+    ratio = 0.9 if level == "token" else (1.5 * 0.9) ** 0.5
+    assert torch.autograd.grad(value, out.logps_T)[0].tolist() == pytest.approx([0.0, -3.0 * ratio, 0.0])
+
+
+def test_old_completions_are_dropped_by_the_tokens_advantages():
+    known = {"advantage_T": [-1.0, 1.0, -1.0]}
+    masked = {"off_policy_mask_threshold": -10.0, "loss_type": "bnpo", "epsilon": 0.9}
+    assert loss(known, **masked) == pytest.approx(-0.9 / 3)
+
+
+def test_a_sample_whose_tokens_differ_contributes_without_an_advantage_of_its_sum():
+    ids, mask = np.arange(3), np.array([False, True, True])
+    assert GRPO().contributes(Sample(ids, mask, advantage=0.0, token_advantages=np.array([0.5, -0.5], np.float32)))
+    assert not GRPO().contributes(Sample(ids, mask, advantage=1.0, token_advantages=np.zeros(2, np.float32)))

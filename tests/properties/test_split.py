@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from made_batches import made_batch
-from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, SimPO
-from upweight.methods.formulas.dpo_losses import SMOOTHED
+from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, Distill, SimPO
+from upweight.methods.formulas.dpo_losses import SMOOTHED, LossType
 from upweight.methods.policy_gradient import DENOMINATOR
 from upweight.train.recording.metrics import Meters
 from upweight.types import Outputs
 
-DPO_LOSSES = DPO.model_fields["loss_type"].annotation.__args__[0].__args__
+DPO_LOSSES = get_args(LossType)
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 TOP_ENTROPY = {"top_entropy_quantile": 0.4, "entropy_coef": 0.1}
 
@@ -44,10 +45,18 @@ VARIANTS = {
     **{f"grpo {mode}": grpo(sampler_correction_mode=mode, sampler_correction_cap=1.5) for mode in CORRECTIONS},
     **{f"grpo top entropy {name}": grpo(loss_type=name, **TOP_ENTROPY) for name in ("dapo", "bnpo", "grpo")},
     "grpo off-policy mask": grpo(off_policy_mask_threshold=0.05),
+    **{f"grpo {name} by token": grpo(loss_type=name, reward_to_go=True, beta=0.1) for name in DENOMINATOR},
+    "grpo gspo by token": grpo(reward_to_go=True, importance_sampling_level="sequence", off_policy_mask_threshold=0.05),
     "gdpo": GDPO(beta=0.1),
     "rloo": RLOO(epsilon_high=0.3),
     "ebft structured": EBFT(ce_coef=0.1, rl_coef=0.5, loss_type="grpo", beta=0.1, **TOP_ENTROPY),
     "ebft strided": EBFT(mode="strided", ce_coef=0.1),
+    "distill": Distill(),
+    "distill mixed": Distill(on_policy=0.5, ce_coef=0.3, temperature=2.0, temperature_squared=True),
+    **{
+        f"distill top_k {tail}": Distill(top_k=3, tail=tail, divergence="jsd")
+        for tail in ("bucket", "renormalise", "drop")
+    },
     "orm": ORM(center_rewards_coefficient=0.01),
     "prm": PRM(),
 }
@@ -69,7 +78,11 @@ class Step:
 
         logps_T = -draw(tokens) - 0.1
         self.leaves = {"logps_T": logps_T, "entropy_T": draw(tokens), "scores_TC": draw(tokens, 2)}
+        self.leaves |= {"divergence_T": draw(tokens), "listed_tail_T": -draw(tokens) - 2}
+        self.leaves["listed_logps_TK"] = -draw(tokens, 3) - 1.5
         self.fixed = {
+            **{name: draw(tokens) for name in ("forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T")},
+            "agrees_T": draw(tokens) > 0.5,
             "ref_logps_T": logps_T + 0.4 * draw(tokens) - 0.2,
             "mean_logit_T": draw(tokens),
             "is_top_T": draw(tokens) > 0.5,
@@ -80,9 +93,12 @@ class Step:
             "sampler_logps_T": logps_T + 0.8 * draw(tokens) - 0.4,
             "target_T": torch.randint(0, 2, (tokens,), generator=random),
             "prompt_T": draw(tokens) > 0.7,
+            "teacher_logps_TK": -draw(tokens, 3) - 1.5,
         }
         self.per_sequence = {"advantage_S": draw(count) - 0.5}
-        if method.name in ("kto", "ebft"):
+        if method.discount is not None:
+            self.per_token["advantage_T"] = draw(tokens) - 0.5
+        if method.name in ("kto", "ebft", "distill"):
             low = -1 if method.name == "kto" else 0
             self.per_sequence["label_S"] = torch.randint(low, 2, (count,), generator=random)
         self.margin_P = draw(count // 2)

@@ -36,11 +36,13 @@ SCHEDULES = (
 
 def base(name: str) -> dict[str, Any]:
     """A small config of a method."""
-    method = METHODS[name]
+    method = METHODS[name]()
     content = {"base_model": "m", "datasets": [{"path": "d", "type": ROWS[method.data]}], "max_steps": 4}
     content |= CHOSEN.get(name, {"rl": name})
     if name == "ebft":
         content["ebft"] = {"mode": "structured"}
+    elif name == "distill":
+        content["distill"] = {"teacher": "t"}
     elif method.online:
         content["trl"] = {"reward_funcs": ["r.f"]}
     return content
@@ -183,7 +185,7 @@ def test_keys_of_training_beside_others(variant):
 
 
 def test_schedules_with_any_arguments():
-    names = get_args(SECTIONS["optim"].model_fields["scheduler"].annotation)
+    names = get_args(get_args(SECTIONS["optim"].model_fields["scheduler"].annotation)[0])
     warmups = ({}, {"warmup_ratio": 1.0}, {"warmup_steps": 1}, {"warmup_steps": 4}, {"warmup_steps": 0.9})
     lengths = ({"max_steps": 1}, {"max_steps": 4})
     tried = [

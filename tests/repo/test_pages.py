@@ -19,6 +19,7 @@ KEYS = {
     "text": {},
     "prompts": {"rl": "grpo"},
     "ebft": {"rl": "ebft", "ebft": {"mode": "structured"}},
+    "distill": {"rl": "distill", "distill": {"on_policy": 0, "teacher": "t"}},
 }
 EVERY = [(kind, name, one.row) for kind, shown in SHOWN.items() for one in shown for name in one.names()]
 

@@ -38,8 +38,8 @@ def test_arrays_and_tensors_are_taken():
         ("ab", "returned a str"),
         ({"a": 1, "b": 2}, "returned a dict"),
         ([1.0, "2"], "value 1 is a str: '2'"),
-        ([[1.0], [2.0]], "value 0 is a list"),
-        (torch.zeros(2, 2), "value 0 is a list"),
+        ([["1"], [2.0]], "value 0 is a list"),
+        (torch.zeros(2, 2, 3), "value 0 is a list"),
         ([1.0, 1j], "value 1 is a complex"),
     ],
 )

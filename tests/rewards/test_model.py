@@ -143,6 +143,22 @@ def test_the_weakest_step_counts_and_nothing_said_has_no_score():
     assert found == [pytest.approx(min(steps_of(model, "one\ntwo"))), None, pytest.approx(found[0])]
 
 
+def test_each_step_is_scored_at_the_token_that_ends_it(tmp_path):
+    model = process()
+    model.save_pretrained(tmp_path / "prm")
+    TOKENIZER.save_pretrained(tmp_path / "prm")
+    texts = ["one\n\ntwo \n", "three"]
+    ids = [[*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id] for text in texts]
+    call = RewardCall(["p", "p"], texts, ids, {}, [0, 0], decode=lambda one: TOKENIZER.decode(one, True))
+    with Scorer(load_rewards([str(tmp_path / "prm")], tmp_path, models=ModelOptions(by_step=True))) as scorer:
+        result = scorer.score(call)
+    first, second = (dict(result.credits[number, 0]) for number in (0, 1))
+    assert list(first) == [len("one"), len("one\n\ntwo ")]  # one token a byte
+    assert list(second) == [len("three")]
+    assert [*first.values()] == pytest.approx(steps_of(model, texts[0]), abs=1e-5)
+    assert result.rewards_SR[:, 0].tolist() == pytest.approx([sum(first.values()), sum(second.values())])
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_folder_serves_by_its_path(tmp_path, adapter):
     model = process()

@@ -11,9 +11,9 @@ from upweight.methods import DPO
 from upweight.train.trainer import MethodTrainer, out_of_memory
 
 OVERRIDDEN = {
-    "__init__", "create_model_card", "create_optimizer", "evaluate", "floating_point_ops", "get_batch_samples",
-    "get_eval_dataloader", "get_train_dataloader", "init_hf_repo", "log", "loss_is_scaled_for_ga", "predict",
-    "save_model", "train", "training_step",
+    "__init__", "create_model_card", "create_optimizer", "create_scheduler", "evaluate", "floating_point_ops",
+    "get_batch_samples", "get_eval_dataloader", "get_train_dataloader", "init_hf_repo", "log", "loss_is_scaled_for_ga",
+    "predict", "save_model", "train", "training_step",
 }  # fmt: skip
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from upweight.callbacks import CallbackSection
 from upweight.config.sections.data import DataSection
 from upweight.config.sections.environment import EnvironmentSection
-from upweight.config.sections.model import AdapterSection, ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection, TeacherSection
 from upweight.config.sections.rollout import GymSection, RolloutSection, VllmSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.config.sections.training import OptimSection, ShardingSection
 from upweight.methods import METHODS
 from upweight.methods.base import Method
-from upweight.settings import Key, Section, keys_of, setting
+from upweight.settings import Key, Section, UserPath, keys_of, setting
 
 NOT_BY_RL = {"sft": "no 'rl'", "orm": "reward_model: true", "prm": "process_reward_model: true"}
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ else:
 class ChoiceSection(Section):
     """The choice of the training method."""
 
-    rl: MethodName | None = setting("rl", None, "Training method; supervised fine-tuning when left out.")
+    rl: MethodName | UserPath | None = setting("rl", None, "Method, or the path of yours; fine-tuning if left out.")
     reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")
     process_reward_model: bool = setting("process_reward_model", False, "Train a process reward model.")
     stages: list[dict[str, Any]] = setting(
@@ -43,6 +43,7 @@ class Config:
     choice: ChoiceSection
     model: ModelSection
     adapter: AdapterSection
+    teacher: TeacherSection
     data: DataSection
     optim: OptimSection
     sharding: ShardingSection

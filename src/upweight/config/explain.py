@@ -8,10 +8,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from upweight.errors import did_you_mean
-from upweight.settings import branches, literals
+from upweight.methods.users.function import UserFunction
+from upweight.settings import UserPath, branches, literals
 
 Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+WORDS |= {UserPath: "the path of your code", UserFunction: "the path of your function"}
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -45,7 +47,8 @@ def _real_path(loc: tuple[int | str, ...], kind: str, value: Any) -> Path:
 
 
 def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
-    item = items[0]
+    # What loading a user's function says is more than that no other branch takes the value.
+    item = next((one for one in items if one["type"] == "value_error"), items[0])
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
         return _unknown_key(str(path[-1]), annotations_at(model, path[:-1]))

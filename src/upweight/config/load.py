@@ -16,9 +16,11 @@ from upweight.config.resolve import resolve
 from upweight.config.rules import check
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.stages import parse_stages
+from upweight.config.user_method import with_registered
 from upweight.config.yaml_file import apply_overrides, read_yaml
 from upweight.errors import UserError, closest, did_you_mean
 from upweight.methods import METHODS
+from upweight.methods.users.function import path_of
 from upweight.settings import Section
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -35,10 +37,11 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
     """Build the checked config from a mapping of YAML keys."""
     if content.get("stages") is not None:
         parse = partial(parse_config, folder=folder, fragment=fragment)
-        return parse_stages(content, parse, lambda stage: _method_name(stage, fragment=False))
-    findings = Findings()
+        method_of = lambda stage: _method_name(with_registered(stage, folder), fragment=False)  # noqa: E731
+        return parse_stages(content, parse, method_of)
+    findings, content = Findings(), with_registered(content, folder)
     flat = _flatten(modernise(content, findings), findings)
-    draft = _Draft(_method_name(flat, fragment), findings)
+    draft = _Draft(_method_name(flat, fragment), findings, {"folder": folder})
     for path, value in flat.items():
         draft.assign(path, value)
     sections: dict[str, Any] = {name: draft.build(name, cls) for name, cls in SECTIONS.items()}
@@ -103,14 +106,15 @@ def _suggestion(path: str, value: Any) -> str:
         return f"unknown key. Did you mean '{near}'?"
     if elsewhere := closest(name, (last for _, _, last in parts.values()), cutoff=0.75):
         return f"unknown key. Did you mean '{next(key for key in known if parts[key][2] == elsewhere)}'?"
-    return f"unknown key.{did_you_mean(name, names) or ' docs/config.md lists them all.'}"
+    return f"unknown key.{did_you_mean(name, names) or ' `upweight docs config` lists them all.'}"
 
 
 def _method_name(flat: dict[str, Any], fragment: bool) -> str:
     """Return the method of a config; for a fragment without one, the method that reads most of its keys."""
     rl = flat.get("rl")
-    if isinstance(rl, str) and rl in METHODS:
-        return rl
+    for name, method in METHODS.items():
+        if isinstance(rl, str) and rl in (name, path_of(method)):
+            return name
     for key, method in (("reward_model", "orm"), ("process_reward_model", "prm")):
         if flat.get(key) is True:
             return method
@@ -126,6 +130,7 @@ class _Draft:
 
     method: str
     findings: Findings
+    context: dict[str, Any]  # of validators
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -149,7 +154,7 @@ class _Draft:
         """Build a section; invalid values are recorded as errors and dropped, so that rules still check the others."""
         values = self.values.get(name, {})
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=self.context)
         except ValidationError as error:
             for path, reason in explain(error, cls, values):
                 slot = (name, str(path[0]) if path else "")
@@ -158,6 +163,6 @@ class _Draft:
                 self.findings.errors.append(f"{where}: {reason}")
                 values.pop(slot[1], None)
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=self.context)
         except ValidationError:
             return cls()

@@ -35,9 +35,12 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     for key, values in peers.VALUES_MEANING_OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
+    _pretraining(content, findings)
+    _lowest_rate(content, findings)
     _rename_precision(content, findings)
     _rename_attention(content, findings)
     _rename_checkpointing(content, findings)
+    _distillation(content, findings)
     _check_plugins(content, findings)
     _check_accelerator(content, findings)
     if content.get("tokens") == []:
@@ -95,6 +98,32 @@ def _parent_mapping(content: dict[Any, Any], path: str, make: bool = False) -> t
     return (holder if isinstance(holder, dict) else {}), name
 
 
+def _pretraining(content: dict[Any, Any], findings: Findings) -> None:
+    """`pretraining_dataset`, one entry or several, as entries of `datasets` with `type: pretrain`."""
+    given = content.pop("pretraining_dataset", None)
+    if not asks_for_something(given):
+        return
+    if asks_for_something(content.get("datasets")):
+        findings.errors.append("pretraining_dataset: 'datasets' is set too. Keep one of them.")
+        return
+    rows = [{"path": row} if isinstance(row, str) else row for row in (given if isinstance(given, list) else [given])]
+    findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
+    content.setdefault("streaming", True)
+    content["datasets"] = [{"type": "pretrain", **row} if isinstance(row, dict) else row for row in rows]
+
+
+def _lowest_rate(content: dict[Any, Any], findings: Findings) -> None:
+    """`eta_min`, the rate at which a cosine schedule ends, as the argument of transformers' schedule."""
+    schedule = content.get("lr_scheduler") or "cosine"
+    if content.get("eta_min") is None:
+        return
+    if schedule in ("cosine", "cosine_with_min_lr"):
+        content["lr_scheduler"] = "cosine_with_min_lr"
+    else:
+        findings.errors.append(f"eta_min: is for 'lr_scheduler: cosine', not for {schedule!r}. Drop one of them.")
+    _rename_key(content, "eta_min", "lr_scheduler_kwargs.min_lr", findings, deprecated=False)
+
+
 def _rename_precision(content: dict[Any, Any], findings: Findings) -> None:
     """`torch_dtype` and `float16`, as other trainers write the precision, as `bf16` and `fp16`."""
     dtype, half = content.pop("torch_dtype", None), content.pop("float16", None)
@@ -139,6 +168,24 @@ def _rename_checkpointing(content: dict[Any, Any], findings: Findings) -> None:
     if content.get("activation_offloading") in ("legacy", "disk", "hidden_states"):
         findings.notices.append("activation_offloading: activations go to host memory: use 'true'")
         content["activation_offloading"] = True
+
+
+def _distillation(content: dict[Any, Any], findings: Findings) -> None:
+    """`kd_*`, as Axolotl writes distillation from logged log-probs or from a server, as `rl: distill`."""
+    if not any(asks_for_something(value) for key, value in content.items() if str(key).startswith("kd_")):
+        return
+    content.pop("kd_trainer", None)
+    if content.pop("kd_online_server", "vllm") != "vllm":
+        findings.errors.append("kd_online_server: only a vLLM server can be a teacher.")
+    renormalises, beta = content.pop("kd_normalize_topk", None), content.pop("kd_beta", None)
+    for old, new in peers.KD_KEYS.items():
+        _rename_key(content, old, new, findings, deprecated=False)
+    content.setdefault("rl", "distill")
+    block = content.setdefault("distill", {})
+    fixed = {"on_policy": 0, "divergence": "jsd", "beta": beta or 0.0, "temperature_squared": True}
+    fixed |= {"teacher": "logged", "top_k": 128, "tail": "renormalise" if renormalises else "drop"}
+    if isinstance(block, dict):
+        content["distill"] = fixed | block
 
 
 def _check_plugins(content: dict[Any, Any], findings: Findings) -> None:

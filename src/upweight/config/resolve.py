@@ -4,6 +4,7 @@ import dataclasses
 from math import lcm
 
 from upweight.config.config import Config
+from upweight.config.sections.data import DatasetSpec
 from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 
@@ -24,10 +25,20 @@ def resolve(config: Config) -> Config:
         config,
         optim=config.optim.model_copy(update=optim),
         sharding=config.sharding.model_copy(update=_resolve_sharding(config)),
+        data=config.data.model_copy(update={"datasets": _datasets(config)}),
         model=config.model.model_copy(update={"num_labels": config.model.num_labels or labels_of_head}),
         method=_resolve_method(config),
         rollout=config.rollout.model_copy(update={"server_host": host, "server_port": port}),
     )
+
+
+def _datasets(config: Config) -> list[DatasetSpec]:
+    """Return the entries of training data, each with whether it is streamed."""
+    data = config.data
+    return [
+        row.model_copy(update={"streaming": True}) if row.streaming is None and data.streaming else row
+        for row in data.datasets
+    ]
 
 
 def group_size(config: Config) -> int:

@@ -53,7 +53,7 @@ def markdown() -> str:
         "Unknown keys are errors. `null` means unset: then holds what follows `else`. `a.b` is `b` in the block `a`.",
     ]
     for name, section in SECTIONS.items():
-        lines += ["", f"## {_summary(section).rstrip('.')}", "", *_table(_section_rows(section))]
+        lines += ["", f"## {summary_of(section).rstrip('.')}", "", *_table(section_rows(section))]
         if name == "data":
             lines += ["", "### Entries of `datasets` and `test_datasets`", "", *_table(_model_rows(DatasetSpec))]
             lines += ["", "### `type` as a mapping", "", *_table(_model_rows(UserFormat))]
@@ -63,18 +63,18 @@ def markdown() -> str:
     for name, method in METHODS.items():
         rate = f"{method.learning_rate:g}"
         rate += f" ({method.lora_learning_rate:g} with an adapter)" if method.lora_learning_rate else ""
-        text = f"{_summary(method)} Learning rate when left out: {rate}."
-        rows = list(_section_rows(method))
+        text = f"{summary_of(method)} Learning rate when left out: {rate}."
+        rows = list(section_rows(method))
         table = _table(rows) if rows else ["This method adds no keys."]
         lines += ["", f"### `{how_to_choose(name)}`", "", text, "", *table]
     return "\n".join([*lines, *_peers(), ""])
 
 
-def _summary(section: type[Section]) -> str:
-    return (section.__doc__ or "").splitlines()[0]
+def summary_of(section: type[Section]) -> str:
+    return (section.__doc__ or f"{section.__name__}.").splitlines()[0]
 
 
-def _section_rows(section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
+def section_rows(section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
     for key in keys_of(section):
         if key.path == key.canonical:
             also = [alias.path for alias in keys_of(section) if alias.canonical == key.path != alias.path]

@@ -24,6 +24,11 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
+def is_url(place: str) -> bool:
+    """Whether a place is the address of a server rather than a folder or a hub id."""
+    return "://" in place
+
+
 def is_local(url: str) -> bool:
     """Whether a URL points to this machine."""
     return urlsplit(url).hostname in LOOPBACK

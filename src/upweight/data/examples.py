@@ -1,8 +1,8 @@
 """Examples that formats build from rows; `texts` list what needs token ids, `record` takes the ids of all of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
 from upweight.data.raw_row import Record, Row, RowError, check_all_text, common_length
@@ -13,6 +13,7 @@ from upweight.errors import UserError
 from upweight.methods.base import Method
 from upweight.types import IGNORED
 
+MOST_OVERLAP = 256  # tokens that neighbouring windows of a text share
 ALPACA = UserFormat(  # also the column names where `type` is no mapping
     format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
     no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
@@ -32,6 +33,7 @@ class Setup:
     template: ChatTemplate
     tokens: TextTokens
     classes: int | None = None  # outputs of the score head, if known
+    teacher_prompt: Callable[[dict[str, Any]], Any] | None = None  # the user's function of what a teacher sees
 
     @property
     def form(self) -> UserFormat:
@@ -110,16 +112,20 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     # The true completion as the template writes it; then, in turn, the text up to the next completion, and that one.
     truth: tuple[str, ...] = ()
+    seen_by_teacher: str | None = None  # the prompt that a teacher sees in place of this one
 
     def texts(self, setup: Setup) -> list[str]:
         check_all_text(self.columns, "row")
-        return [self.text, *self.truth]
+        return [self.text, *self.truth, *([] if self.seen_by_teacher is None else [self.seen_by_teacher])]
 
     def record(self, setup: Setup, ids: Ids) -> Record:
         prompt = setup.tokens.with_bos(ids[0])
         if not prompt:
             raise RowError("prompt", "text of at least one token")
         columns = {**self.columns, "prompt": self.prompt, "prompt_ids": prompt}
+        if self.seen_by_teacher is not None:
+            *ids, seen = ids
+            columns["teacher_prompt_ids"] = setup.tokens.with_bos(seen)
         if self.truth:
             truth = enumerate(ids[1:])
             columns["truth_ids"] = [turn if number % 2 else setup.tokens.with_eos(turn) for number, turn in truth]
@@ -175,6 +181,78 @@ class Text:
         return _text_record(setup, ended, loss_mask, self.shown or {"text": self.text})
 
 
+class Segment(NamedTuple):
+    """A stretch of a text, whether it is trained on, and how many end tokens follow it."""
+
+    text: str
+    trained: bool
+    ends: int = 0
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Stretches of one text, each tokenized alone."""
+
+    parts: tuple[Segment, ...]
+    bos: bool = True
+
+    def texts(self, setup: Setup) -> list[str]:
+        return [part.text for part in self.parts]
+
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        whole: list[int] = []
+        loss_mask: list[bool] = []
+        for part, tokens in zip(self.parts, ids, strict=True):
+            ended = setup.tokens.with_eos(tokens) if part.ends else tokens
+            if setup.tokens.eos is not None:
+                ended = ended + [setup.tokens.eos] * (part.ends - 1)
+            on_ends = part.trained and setup.entry.train_on_eos != "none"
+            whole += ended
+            loss_mask += [part.trained] * len(tokens) + [on_ends] * (len(ended) - len(tokens))
+        if self.bos:
+            with_bos = setup.tokens.with_bos(whole)
+            added = len(with_bos) - len(whole)
+            whole, loss_mask = with_bos, [False] * added + loss_mask[max(0, -added) :]
+        if not whole:
+            raise RowError("row", "text of at least one token")
+        first = next((number for number, part in enumerate(self.parts) if part.trained), 0)
+        texts = ["".join(part.text for part in parts) for parts in (self.parts[:first], self.parts[first:])]
+        return _text_record(setup, whole, loss_mask, dict(zip(("prompt", "completion"), texts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A text that becomes a record for each piece of `sequence_len`; windows overlap and have BOS and EOS each."""
+
+    text: str
+    windows: bool = False
+
+    def texts(self, setup: Setup) -> list[str]:
+        return [self.text]
+
+    def records(self, setup: Setup, ids: Ids) -> list[Record]:
+        tokens, size, overlap = setup.tokens, setup.data.sequence_len, 0
+        if not ids[0]:
+            raise RowError("row", "text of at least one token")
+        whole = tokens.with_bos(ids[0])
+        pinned = whole[: tokens.pinned(whole)]
+        if self.windows:
+            size = max(size - 1 - len(pinned), 1)
+            overlap = min(MOST_OVERLAP, (setup.data.sequence_len - 1) // 2, size - 1)
+            whole = whole[len(pinned) :]
+        else:
+            whole = tokens.with_eos(whole)
+        starts = range(0, max(len(whole) - overlap, 1), size - overlap)
+        pieces = [whole[start : start + size] for start in starts]
+        if self.windows:
+            end = [] if tokens.eos is None else [tokens.eos]
+            pieces = [[*pinned, *piece, *end] for piece in pieces]
+        # Nothing precedes a token that is alone, to predict it from.
+        kept = [piece for piece in pieces if len(piece) > 1] or pieces[:1]
+        shown = {"text": self.text} if len(kept) == 1 else {}
+        return [_text_record(setup, piece, [True] * len(piece), shown) for piece in kept]
+
+
 @dataclass(frozen=True)
 class Tokens:
     """A row that was tokenized before: the columns of its record."""
@@ -190,8 +268,37 @@ class Tokens:
         return Record({}, self.columns, setup.tokens.pinned(self.columns.get("prompt_ids", [])))
 
 
-Example = Completions | Steps | Prompt | Text | Tokens
+@dataclass(frozen=True)
+class WithColumns:
+    """An example with further columns for its records."""
+
+    example: Text | Segments | Pieces | Tokens
+    columns: dict[str, Any]
+    by_token: dict[str, list[list[Any]]] = field(default_factory=dict)  # the last entry is that of the last token
+
+    def texts(self, setup: Setup) -> list[str]:
+        return self.example.texts(setup)
+
+
+Example = Completions | Steps | Prompt | Text | Segments | Pieces | Tokens | WithColumns
 Format = Callable[[Setup, Row], list[Example]]
+
+
+def _by_token(example: WithColumns, record: Record) -> dict[str, list[list[Any]]]:
+    """Return the lists of an example's tokens, with empty ones for the tokens before them."""
+    tokens = len(record.columns["ids"])
+    for name, lists in example.by_token.items():
+        if len(lists) > tokens:
+            raise RowError(name, f"at most a list for each of the {tokens} tokens, got {len(lists)}")
+    return {name: [[]] * (tokens - len(lists)) + lists for name, lists in example.by_token.items()}
+
+
+def records_of(example: Example, setup: Setup, ids: Ids) -> list[Record]:
+    """Return the records that an example becomes, given the ids of its texts."""
+    if isinstance(example, WithColumns):
+        records = records_of(example.example, setup, ids)
+        return [replace(one, columns=one.columns | example.columns | _by_token(example, one)) for one in records]
+    return example.records(setup, ids) if isinstance(example, Pieces) else [example.record(setup, ids)]
 
 
 def _mask_ends(setup: Setup, ids: list[int], loss_mask: list[bool], closing: list[int]) -> None:

@@ -5,7 +5,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,23 @@ from numpy.typing import NDArray
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
+from upweight.data.chat_rows import say_plain_text
+from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
+from upweight.data.raw_row import Record
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
-from upweight.data.workers import Chunk, EncodeJob, encode_all, refuse_unread, schema_of, with_columns, within_limits
+from upweight.data.sources.streams import RawChunk
+from upweight.data.workers import (
+    Chunk,
+    EncodeJob,
+    encode_all,
+    refuse_unread,
+    schema_of,
+    with_columns,
+    with_evaluation_rows,
+    within_limits,
+)
 from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
@@ -36,7 +50,11 @@ from upweight.version import __version__
 NOT_SHAPING = {
     "prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last", "template_timeout",
 }  # fmt: skip
+MIXING = {"streaming", "buffer_size", "mix", "mix_schedule"}  # which choose the order of prepared rows alone
+PREVIEWED_ROWS = 1000  # of a stream, for reports
+MIXING_OF_ENTRY = {"streaming", "weight"}
 REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
+NEAR_DUPLICATE = "resembles an earlier row (dataset_near_deduplication)"
 
 
 class Entry(NamedTuple):
@@ -45,8 +63,13 @@ class Entry(NamedTuple):
     opened: OpenedDataset
     encoder: Encoder
 
-    def job(self, rows: RowSelection, *, evaluation: bool = False) -> EncodeJob:
-        return EncodeJob(self.opened.where, evaluation, rows, self.encoder)
+    def job(self, rows: RowSelection | RawChunk, *, evaluation: bool = False) -> EncodeJob:
+        """Return how rows of the entry are encoded, for training or evaluation."""
+        encoder, rules = self.encoder, self.encoder.setup.data
+        if evaluation and rules.eval_sequence_len:
+            rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
+            encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform, encoder.filter)
+        return EncodeJob(self.opened.where, evaluation, rows, encoder)
 
 
 @dataclass(frozen=True)
@@ -62,18 +85,53 @@ class Prepared:
     @property
     def template(self) -> str | None:
         """Text of the chat template that all training rows share; None if it is the tokenizer's, or they differ."""
-        texts = {entry.encoder.setup.template.source for entry in self.entries if not entry.opened.evaluation}
-        return texts.pop() if len(texts) == 1 else None
+        return template_of(self.entries)
+
+    def entry_of_rows(self) -> NDArray[np.int64]:
+        """Return the number of each training row's entry, among the training entries."""
+        return np.load(self.folder / "origin.npy")[np.load(self.folder / "order.npy"), 0]
 
 
-def prepare(config: Config, tokenizer: Any) -> Prepared:
-    """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
-    entries = []
+def template_of(entries: Sequence[Entry]) -> str | None:
+    """Return the text of the chat template that all training rows share; None if it is the tokenizer's, or differs."""
+    texts = {entry.encoder.setup.template.source for entry in entries if not entry.opened.evaluation}
+    return texts.pop() if len(texts) == 1 else None
+
+
+def prepare(config: Config, tokenizer: Any) -> Prepared | None:
+    """Prepare a config's data, or read it from the cache if nothing that shapes it changed; None: all is streamed."""
+    entries = _entries(config, tokenizer, None)
+    _say_plain_text(entries)
+    trains = any(not entry.opened.evaluation for entry in entries)
+    return _prepare_cached(config, tokenizer, entries, trains=trains) if entries else None
+
+
+def preview(config: Config, tokenizer: Any) -> Prepared:
+    """Prepare a config's data for a report on it: of streams, the first rows."""
+    held_out = int(config.data.val_set_size)
+    entries = _entries(config, tokenizer, PREVIEWED_ROWS + held_out)
+    _say_plain_text(entries)
+    return _prepare_cached(config, tokenizer, entries, trains=all(not row.streaming for row in config.data.datasets))
+
+
+def _entries(config: Config, tokenizer: Any, first: int | None) -> tuple[Entry, ...]:
+    """Open the entries of a config; of streams the first rows, or with None no stream."""
+    entries: list[Entry] = []
     for key, number, spec in selected_datasets(config):
+        if spec.streaming and first is None:
+            continue
         evaluation = key == "test_datasets"
         opened = open_entry(spec, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
-        entries.append(_build_entry(config, tokenizer, opened, number))
-    return _prepare_cached(config, tokenizer, tuple(entries), trains=True)
+        opened = opened.first_rows(first) if spec.streaming and first is not None else opened
+        entries.append(build_entry(config, tokenizer, opened, number))
+    return tuple(entries)
+
+
+def _say_plain_text(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        rows = entry.opened.rows()
+        if entry.encoder.transform is None and len(rows):
+            say_plain_text(entry.encoder.setup, entry.opened.where, rows.take(0, 1)[0])
 
 
 def prepare_given(
@@ -82,7 +140,7 @@ def prepare_given(
     """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
     (spec,) = config.data.datasets
     opened = OpenedDataset(spec, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
-    entries = (_build_entry(config, tokenizer, opened, 0),)
+    entries = (build_entry(config, tokenizer, opened, 0),)
     if keep:
         return _prepare_cached(config, tokenizer, entries, trains=trains)
     with tempfile.TemporaryDirectory() as target:
@@ -90,7 +148,8 @@ def prepare_given(
         return _read_from(entries, Path(target), in_memory=True)
 
 
-def _build_entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
+def build_entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
+    """Return an entry with the encoder of its rows."""
     of_config = (view(config), config.folder, config.model.num_labels)
     return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
@@ -116,11 +175,15 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     shape: dict[str, Any] = {
         "code": [__version__, transformers.__version__, cache.code_digest()],
         "method": [config.method.name, config.method.data, config.method.strided],
+        "teacher": [config.method.teacher_sees, config.method.teacher_writes, config.method.demonstration_share > 0],
         "classes": config.model.num_labels,
         "seed": config.optim.seed,
-        "data": config.data.model_dump(mode="json", exclude=NOT_SHAPING),
+        "data": config.data.model_dump(mode="json", exclude={*NOT_SHAPING, *MIXING, "datasets", "test_datasets"}),
         "tokenizer": cache.tokenizer_digest(tokenizer),
-        "entries": [[opened.identity(), text, opened.entry.model_dump(mode="json")] for opened, text in parts],
+        "entries": [
+            [opened.identity(), text, opened.evaluation, opened.entry.model_dump(mode="json", exclude=MIXING_OF_ENTRY)]
+            for opened, text in parts
+        ],
     }
     if any(entry.encoder.transform for entry in entries):
         # A transform may act on any key that was set, but for those of outputs and of ways of working.
@@ -139,6 +202,8 @@ def _write_prepared(config: Config, entries: Sequence[Entry], target: Path) -> N
     started, jobs, console = time.perf_counter(), jobs_of(config, entries), Console(stderr=True)
     for job in jobs:
         refuse_unread(job)
+    if config.data.contamination:
+        jobs = with_evaluation_rows(jobs)
     work = _Builder(config, jobs, target)
     columns = progress.TextColumn("preparing data"), progress.BarColumn(), progress.MofNCompleteColumn()
     times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
@@ -175,13 +240,16 @@ class _Builder:
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
+        self.ranks: list[float] = []  # of the training rows, by `curriculum_column`
+        self.signatures = Signatures(target / "signatures") if config.data.near_duplicates else None
         schema = pa.schema(list(schema_of(config.method).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
         self.writers = {side: pa.ipc.new_stream(str(target / f"{side}.arrow"), schema) for side in sides}
 
     def add(self, chunk: Chunk) -> None:
         """Write a chunk's rows, without those that repeat earlier ones if the config says so."""
-        part, batch, origin = self.parts[chunk.job], chunk.batch, chunk.origin_N2
+        part, batch, origin, signatures = self.parts[chunk.job], chunk.batch, chunk.origin_N2, chunk.signature_NH
+        rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
         self.column_names |= chunk.column_names
@@ -191,17 +259,23 @@ class _Builder:
                 fresh.append(digest not in self.seen)
                 self.seen.add(digest)
             part.dropped += Counter({REPEATED_ROW: fresh.count(False)})
-            batch, origin = batch.filter(pa.array(fresh)), origin[np.array(fresh)]
+            mask = np.array(fresh, bool)
+            batch, origin, signatures = batch.filter(pa.array(fresh)), origin[mask], signatures[mask[: len(signatures)]]
+            rank = list(compress(rank, fresh))
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
         if not part.evaluation:
             self.lengths.append(chunk.length_M3.astype(np.int32))
             self.origin.append(np.insert(origin, 0, chunk.job, axis=1))
+            self.ranks += rank
+            if self.signatures:
+                self.signatures.add(signatures)
 
     def finish(self, seconds: float) -> None:
         """Close the files and write the order of training and the report."""
         for writer in self.writers.values():
             writer.close()
+        order = self._ordered()
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
         limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}
@@ -210,14 +284,30 @@ class _Builder:
             limits["sequence_len"], lengths["sequence"] = ("sequence", data.sequence_len), sequence
         report = measure(self.parts, lengths, limits)
         report.seconds = seconds
-        for side, use, count in (("train", "train", report.train_rows), ("eval", "evaluate", report.eval_rows)):
-            if side in self.writers and not count:
+        for evaluation, use, count in ((False, "train", report.train_rows), (True, "evaluate", report.eval_rows)):
+            if not count and any(part.evaluation == evaluation for part in self.parts):
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
-        kept = [part.kept for part in self.parts if not part.evaluation]
-        np.save(self.target / "order.npy", training_order(data, kept, self.config.optim.seed))
-        np.save(self.target / "origin.npy", np.concatenate(self.origin))
+        np.save(self.target / "order.npy", order)
+        np.save(self.target / "origin.npy", np.concatenate([np.zeros((0, 3), np.int64), *self.origin]))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.column_names)}
         (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
+
+    def _ordered(self) -> NDArray[np.int64]:
+        """The order of training, without near duplicates, which count as dropped."""
+        parts = [part for part in self.parts if not part.evaluation]
+        order = training_order(self.config.data, [part.kept for part in parts], self.config.optim.seed)
+        if self.signatures and self.config.data.near_duplicates:
+            repeated = self.signatures.repeated(self.config.data.near_duplicates)
+            for part, of_part in zip(
+                parts, np.split(repeated, np.cumsum([part.kept for part in parts])[:-1]), strict=True
+            ):
+                part.kept -= (count := int(of_part.sum()))
+                part.dropped += Counter({NEAR_DUPLICATE: count})
+            order = order[~repeated[order]]
+        if not self.ranks:
+            return order
+        order = np.sort(order)
+        return order[np.argsort(np.array(self.ranks)[order], kind="stable")]
 
 
 def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False) -> Prepared:
@@ -270,8 +360,14 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         decode = jobs[job].encoder.setup.tokens.tokenizer.decode
         cut = {name: decode(ids) for name, ids in after.items() if ids != before[name]}
         # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
-        text = json.loads(json.dumps({**kept.text, **cut}, default=str))
+        text = json.loads(json.dumps({**kept.text, **cut}, default=str)) or _decoded(kept, decode)
         yield {**text, **(_shown_tokens(prepared.train[number]) if tokens else {})}
+
+
+def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, str]:
+    """Return the texts of token ids, for records that keep none: rows of ids, pieces of a text."""
+    columns = {name: ids for name, ids in record.columns.items() if name == "ids" or name.endswith("_ids")}
+    return {"text" if name == "ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
 
 
 def _shown_tokens(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
 # Columns that preparation adds to a prompt; all others come from the user's row.
-PREPARED_COLUMNS = ("prompt", "prompt_ids")
+PREPARED_COLUMNS = ("prompt", "prompt_ids", "teacher_prompt_ids")
 
 
 class RowError(Exception):

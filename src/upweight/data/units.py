@@ -22,15 +22,34 @@ def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
         matched = _paired_by_prompt(matched, rows) if compare else matched
         return matched + (_mismatched_units(rows, method.mismatched) if method.mismatched else [])
-    return [Unit((_text_sample(row),), number) for number, row in enumerate(rows)]
+    return [Unit((_text_sample(row),), number, teacher=row.get("teacher_id")) for number, row in enumerate(rows)]
 
 
 def _text_sample(row: Mapping[str, Any]) -> Sample:
     """Build the sample of a text with its mask, or of steps with their labels."""
     if "loss_mask" in row:
-        return Sample(_as_ids(row["ids"]), np.asarray(row["loss_mask"], np.bool_))
+        loss_mask = np.asarray(row["loss_mask"], np.bool_)
+        return Sample(_as_ids(row["ids"]), loss_mask, **_teacher_lists(row, loss_mask))
     labels = _as_ids(row["labels"])
     return Sample(_as_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
+
+
+def _teacher_lists(row: Mapping[str, Any], loss_mask: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return what a teacher logged for the scored tokens, rows filled to the longest; nothing where it logged none."""
+    if not row.get("teacher_ids"):
+        return {}
+    scored = np.flatnonzero(loss_mask)
+    ids, logps = ([row[name][at] for at in scored] for name in ("teacher_ids", "teacher_logps"))
+    return filled_lists(ids, logps)
+
+
+def filled_lists(ids: Sequence[Sequence[int]], logps: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return a teacher's lists as the fields of a sample, rows filled to the longest."""
+    width = max([1, *map(len, ids)])
+    filled = [
+        np.array([[*one, *[fill] * (width - len(one))] for one in rows]) for rows, fill in ((ids, -1), (logps, -np.inf))
+    ]
+    return {"teacher_ids": filled[0].astype(np.int64), "teacher_logps": filled[1].astype(np.float32)}
 
 
 def _pair_unit(row: Mapping[str, Any], number: int, method: Method) -> Unit:

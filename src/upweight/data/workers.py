@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,40 +19,45 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from upweight.config.sections.data import UserFormat
+from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
+from upweight.data.columns import ROLES, mapping
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
+from upweight.data.sources.streams import RawChunk
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
+from upweight.processes import end_with_parent, keep_pages_shared
 from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
+LEFT_OUT = "left out by the {}"
+CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
 OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
-RENAMED = {  # columns that a `type` mapping can name, by the kind of data
-    "pairs": ("prompt", "chosen", "rejected"),
-    "labelled": ("prompt", "completion", "label"),
-    "text": ("instruction", "output"),
-    "prompts": ("prompt",),
-}
 # Keys of an entry that name a column.
-NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field")
+NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field", "text_column")
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
     "text": {"ids": IDS, "loss_mask": FLAGS},
+    "distilled": {
+        "ids": IDS, "loss_mask": FLAGS, "teacher_id": pa.string(), "teacher_ids": pa.list_(IDS),
+        "teacher_logps": pa.list_(pa.list_(pa.float32())),
+    },
     "pairs": {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float64()},
     "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
     "steps": {"ids": IDS, "labels": IDS},
     "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
     "documents": {"ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
-}
+}  # fmt: skip
 
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
-    return SCHEMAS["documents" if method.strided else method.data]
+    distilled = method.evaluates_loss and method.data == "text"
+    return SCHEMAS["distilled" if distilled else "documents" if method.strided else method.data]
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,16 @@ class EncodeJob:
 
     where: str
     evaluation: bool
-    rows: RowSelection
+    rows: RowSelection | RawChunk
     encoder: Encoder
+    evaluated: EvaluationRows | None = None  # which training rows should not contain
+
+    @cached_property
+    def shingles(self) -> RowShingles:
+        """By which rows are compared: of the columns that the format reads."""
+        row = _read_row(self)
+        columns = None if row is None else row.read - {self.encoder.setup.entry.field_system}
+        return RowShingles.of(self.rows.take(0, min(SAMPLED, len(self.rows))), columns)
 
 
 @dataclass
@@ -75,7 +88,9 @@ class Chunk:
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
     column_names: set[str]  # that any record has
+    rank_N: list[float]  # values of `curriculum_column` of the records kept, where it is set
     digests: list[bytes]  # of the records kept, for deduplication
+    signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
     notes: Counter[str]
 
@@ -89,10 +104,10 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
     count = min(processes, -(-total // CHUNK_ROWS))
     if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
-            yield _encode_chunk(jobs, *task)
+            yield encode_chunk(jobs, *task)
         return
     # Forked processes get the jobs without their being pickled.
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_process, (jobs,))
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), start_process, (jobs,))
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
@@ -102,31 +117,49 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        problem = "a process that prepares data died, most likely for lack of memory"
-        raise UserError(f"dataset_num_proc: {problem}. Set a lower number.") from error
+        raise lost_process() from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_jobs_of_process: list[EncodeJob] = []
+def lost_process() -> UserError:
+    """Return the error for a process that ended while it encoded rows."""
+    problem = "a process that prepares data died, most likely for lack of memory"
+    return UserError(f"dataset_num_proc: {problem}. Set a lower number.")
 
 
-def _start_process(jobs: Sequence[EncodeJob]) -> None:
+jobs_of_process: list[EncodeJob] = []
+
+
+def start_process(jobs: Sequence[EncodeJob]) -> None:
+    """Set up a forked process that encodes rows of these jobs."""
     # The processes already keep all cores busy; threads inside them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _jobs_of_process.extend(jobs)
+    jobs_of_process.extend(jobs)
+    keep_pages_shared()
+    end_with_parent()
 
 
 def _encode_in_process(number: int, start: int) -> Chunk:
-    return _encode_chunk(_jobs_of_process, number, start)
+    return encode_chunk(jobs_of_process, number, start)
 
 
-def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
+def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
     """Encode a chunk of a job's rows; one that cannot be used raises a UserError with its place."""
     job, kept, origin, lengths = jobs[job_number], [], [], []
     method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
-    for row, records in enumerate(_encode_rows(job, start, stop), start):
+    rows = job.rows.take(start, stop)
+    encoded = _encode_rows(job, rows, start)
+    users = [name for name in ("filter", "transform") if getattr(job.encoder, name)]
+    if users:
+        dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
+    signature_RH, contaminated = _compared(job, rows)
+    for row, records in enumerate(encoded, start):
+        if records and row - start in contaminated:
+            (dropped if job.encoder.setup.data.contamination == "drop" else notes)[CONTAMINATED] += 1
+            if job.encoder.setup.data.contamination == "drop":
+                continue
         for number, record in enumerate(records):
             lengths.append(lengths_of(record.columns, method))
             bounded, reason = within_limits(job, row, record)
@@ -142,7 +175,50 @@ def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chu
     digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
     names = {name for columns in kept for name in columns}
-    return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, digests, dropped, notes)
+    signature_NH = signature_RH[origin_N2[:, 0] - start] if len(signature_RH) else signature_RH
+    rank = job.encoder.setup.data.curriculum_column
+    ranks = [_rank(job, row, rows[row - start], rank) for row, _ in origin] if rank and not job.evaluation else []
+    return Chunk(
+        job_number, stop - start, batch, origin_N2, length_M3, names, ranks, digests, signature_NH, dropped, notes
+    )
+
+
+def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
+    """Return the number in a row's `curriculum_column`."""
+    try:
+        value = Row(row).optional_number(column)
+        if value is None:
+            raise RowError(column, "a number, by which curriculum_column orders the rows")
+    except RowError as error:
+        raise bad_row(job, number, error, row) from error
+    return value
+
+
+def _compared(job: EncodeJob, rows: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.uint32], set[int]]:
+    """Return a signature of each row if near duplicates are looked for, and which rows contain an evaluation row."""
+    signed = job.encoder.setup.data.near_duplicates is not None and not job.evaluation
+    signature_RH, contaminated = np.zeros((len(rows) if signed else 0, HASHES), np.uint32), set[int]()
+    for number, row in enumerate(rows if signed or job.evaluated else ()):
+        shingles = job.shingles(row)
+        if signed:
+            signature_RH[number] = signature_of(shingles)
+        if job.evaluated and job.evaluated.any_in(shingles):
+            contaminated.add(number)
+    return signature_RH, contaminated
+
+
+def with_evaluation_rows(jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
+    """Return the jobs, those of training with the rows of the others to look for."""
+    common = np.unique(np.concatenate([job.shingles.common for job in jobs]))  # training rows are compared without it
+    of_rows = (
+        replace(job.shingles, common=common)(row)
+        for job in jobs
+        if job.evaluation
+        for start in range(0, len(job.rows), CHUNK_ROWS)
+        for row in job.rows.take(start, min(start + CHUNK_ROWS, len(job.rows)))
+    )
+    evaluated = EvaluationRows.of(of_rows)
+    return [job if job.evaluation else replace(job, evaluated=evaluated) for job in jobs]
 
 
 def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str]) -> list[Any]:
@@ -152,8 +228,7 @@ def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str
     return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
 
 
-def _encode_rows(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
-    rows = job.rows.take(start, stop)
+def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) -> list[list[Record]]:
     try:
         return job.encoder.encode_many(rows)
     except RowError:
@@ -170,16 +245,20 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
-        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job)}"
+        columns = (
+            f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, list(map(str, content)))}"
+        )
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _rename_advice(job: EncodeJob) -> str:
-    """Return the advice on how to read columns with other names."""
+def _rename_advice(job: EncodeJob, columns: Sequence[str]) -> str:
+    """Return the advice on how to read columns with other names: the mapping to paste where they can be recognised."""
     kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
-    fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
+    if job.encoder.setup.entry.type is None and (found := mapping(kind, columns)) is not None:
+        return f"Add to {job.where}: `{found}`"
+    fields = ", ".join(f"field_{name}: NAME" for name in ROLES.get(kind, ()))
     options = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
     return f"{' or '.join([*options, '`type: file.function`, a transform'])} reads columns of other names"
 
@@ -222,16 +301,24 @@ class TrackedRow(Row):
         return super().__getitem__(key)
 
 
-def refuse_unread(job: EncodeJob) -> None:
-    """Raise a UserError if an entry names a column that its first row has and its format does not read."""
+def _read_row(job: EncodeJob) -> TrackedRow | None:
+    """Return the first row once its format has read it; None if it cannot, or if a transform may read any column."""
     encoder = job.encoder
-    if encoder.transform is not None or not len(job.rows):  # a transform may read any column
-        return
-    row, entry = TrackedRow(job.rows.take(0, 1)[0]), encoder.setup.entry
+    if encoder.transform is not None or not len(job.rows):
+        return None
+    row = TrackedRow(job.rows.take(0, 1)[0])
     try:
         encoder.read(encoder.setup, row)
     except RowError:
-        return  # preparing the row raises the error with its place
+        return None  # preparing the row raises the error with its place
+    return row
+
+
+def refuse_unread(job: EncodeJob) -> None:
+    """Raise a UserError if an entry names a column that its first row has and its format does not read."""
+    encoder, entry = job.encoder, job.encoder.setup.entry
+    if (row := _read_row(job)) is None:
+        return
     named = {key: getattr(entry, key) for key in NAMING}
     reader = f"'type: {entry.type}'" if entry.type else "rows without a 'type'"
     if isinstance(entry.type, UserFormat):

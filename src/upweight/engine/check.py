@@ -193,8 +193,10 @@ def gradients_flow(model: nn.Module) -> bool:
     return any(bool((grad.to_local() if isinstance(grad, DTensor) else grad).any()) for grad in grads)
 
 
-def require_gradients(flowing: bool) -> None:
-    """Raise when no rank's weights got a gradient in the first step."""
+def require_gradients(flowing: bool, why_zero: str | None = None) -> None:
+    """Raise when no rank's weights got a gradient in the first step; `why_zero`: what a loss of exactly 0 means."""
+    if not flowing and why_zero is not None:
+        raise UserError(why_zero)
     if not flowing:
         raise UserError(
             "the first step left every trained weight without a gradient. With gradient checkpointing, set "

@@ -1,37 +1,29 @@
-"""The vocabulary projection at the scored tokens, in chunks recomputed in backward: logits never exist as a whole."""
+"""From projections to log-probs and statistics of tokens, and the gradients of these: all of it row by row."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from upweight.engine.divergences import (
+    OF_TEACHER,
+    LogitTransform,
+    compared,
+    compared_gradient,
+    listed,
+    listed_gradient,
+    softmax_parts,
+)
 from upweight.models.modules import replaced_forwards
+from upweight.types import Divergence
 
 STATISTICS = ("entropy_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T", "is_top_T")
 _SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-# Elements of a chunk, rows times vocabulary: large enough to read the weight seldom, small beside other memory.
-_CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
-# Elements of projections that a forward may keep for its backward, which then need not be recomputed.
-_KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
-_TOKEN_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
 
-@dataclass(frozen=True)
-class LogitTransform:
-    """Logits are `cap * tanh(scale * projection / cap)`; without a cap, `scale * projection`."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, projection: Tensor) -> Tensor:
-        scaled = projection if self.scale == 1.0 else projection * self.scale
-        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+WITHOUT_TEACHER = Divergence()
 
 
 @dataclass(frozen=True)
@@ -41,6 +33,8 @@ class HeadRequest:
     transform: LogitTransform
     temperature: float = 1.0
     statistics: frozenset[str] = frozenset()
+    divergence: Divergence = WITHOUT_TEACHER  # from a teacher, where one is given
+    teacher_transform: LogitTransform | None = None  # of its projections; None: it lists tokens
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,17 +107,25 @@ def _possible_transforms(config: Any) -> list[LogitTransform]:
     return [LogitTransform(scale, cap) for scale in scales for cap in caps]
 
 
-def token_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest) -> dict[str, Tensor]:
-    """Return the log-prob of each target and the requested statistics, in float32 at the temperature."""
-    logits = request.transform(projected_TV.float())
-    if request.temperature != 1.0:
-        logits = logits / request.temperature
-    # one exponential serves all: on a CPU it costs more than everything else here
-    top_T = logits.amax(-1).detach()
-    shifted_TV = torch.exp(logits - top_T[:, None])
-    total_T = shifted_TV.sum(-1)
-    log_sum_exp_T = total_T.log() + top_T
-    out = {"logps_T": logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T, "log_sum_exp_T": log_sum_exp_T}
+def token_statistics(
+    projected_TV: Tensor, target_T: Tensor, request: HeadRequest, teacher: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the log-prob of each target and the requested statistics, in float32 at the temperature.
+
+    `teacher`: its projections of the same tokens, or the ids that it lists.
+    """
+    raw = request.transform(projected_TV.float())
+    policy = softmax_parts(raw, request.temperature)
+    out: dict[str, Tensor] = {}
+    if teacher is not None and request.teacher_transform is None:
+        out = listed(raw, teacher, request.divergence)
+    elif teacher is not None and request.teacher_transform is not None:
+        how = request.divergence
+        student = policy if how.temperature == request.temperature else softmax_parts(raw, how.temperature)
+        out = compared(student, request.teacher_transform(teacher.float()), target_T, how)
+    logits, shifted_TV, total_T, log_sum_exp_T = policy
+    out["logps_T"] = logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T
+    out["log_sum_exp_T"] = log_sum_exp_T
     if "entropy_T" in request.statistics:
         out["entropy_T"] = log_sum_exp_T - (shifted_TV * logits).sum(-1) / total_T
     if "mean_logit_T" in request.statistics:
@@ -136,14 +138,39 @@ def token_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadReques
 
 
 def token_gradient(
-    projected_TV: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
+    projected_TV: Tensor,
+    target_T: Tensor,
+    request: HeadRequest,
+    known: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    *,
+    teacher: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's statistics and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
+    grad_TV = None
+    if teacher is not None and request.teacher_transform is None:
+        grad_TV = listed_gradient(capped, teacher, request.divergence, known, grads)
+    elif teacher is not None and request.teacher_transform is not None and "divergence_T" in grads:
+        compared_with = request.teacher_transform(teacher.float())
+        grad_TV = compared_gradient(capped, compared_with, request.divergence, known, grads["divergence_T"])
+    if grad_TV is None or not OF_TEACHER.issuperset(grads):
+        rest_TV = _gradient_without_teacher(capped, target_T, request, known, grads)
+        grad_TV = rest_TV if grad_TV is None else grad_TV + rest_TV
+    if request.transform.cap is not None:
+        grad_TV *= 1 - (capped / request.transform.cap) ** 2
+    factor = request.transform.scale
+    return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
+
+
+def _gradient_without_teacher(
+    capped: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
+) -> Tensor:
+    """Return the gradient of the logits from the statistics that need no teacher."""
     logits = capped if request.temperature == 1.0 else capped / request.temperature
     log_p = logits - known["log_sum_exp_T"][:, None]
     p = log_p.exp()
-    to_logp = grads["logps_T"]
+    to_logp = grads.get("logps_T", torch.zeros_like(known["log_sum_exp_T"]))
     weight_T = -to_logp
     if "log_sum_exp_T" in grads:
         weight_T = weight_T + grads["log_sum_exp_T"]
@@ -166,150 +193,4 @@ def token_gradient(
         grad_TV = torch.where(column_V == target_T[:, None], grad_TV + to_logp[:, None], grad_TV)
     else:
         grad_TV.scatter_add_(1, target_T[:, None], to_logp[:, None])
-    if request.transform.cap is not None:
-        grad_TV *= 1 - (capped / request.transform.cap) ** 2
-    factor = request.transform.scale / request.temperature
-    return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
-
-
-def run_head(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return statistics by name for hidden states, `target` ids and a `request`; without one, the stock output."""
-    request: HeadRequest | None = kwargs.pop("request", None)
-    stock: Callable[..., Tensor] = self.__dict__["_stock_forward"]
-    if request is None:
-        return stock(hidden, *args, **kwargs)
-    target_T: Tensor = kwargs["target"]
-    if isinstance(self, nn.Linear) and type(self).forward is nn.Linear.forward:
-        return linear_statistics(hidden, self.weight, self.bias, target_T, request)
-    return module_statistics(stock, kwargs["vocabulary"], hidden, target_T, request)
-
-
-def linear_statistics(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, request: HeadRequest
-) -> dict[str, Tensor]:
-    """Compute statistics through a plain linear layer, trained or frozen."""
-    kind = hidden_TD.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
-    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request))
-    assert isinstance(outs, tuple)
-    return dict(zip(request.names, outs, strict=True))
-
-
-def module_statistics(
-    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, request: HeadRequest
-) -> dict[str, Tensor]:
-    """Compute statistics through any projection (an adapted or quantized head), each chunk checkpointed."""
-
-    def chunk_statistics(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        statistics = token_statistics(project(hidden), target, request)
-        return tuple(statistics[name] for name in request.names)
-
-    parts = [
-        checkpoint(chunk_statistics, hidden, target, use_reentrant=False)
-        for hidden, target in zip(*_chunks(hidden_TD, vocabulary, hidden_TD, target_T), strict=True)
-    ]
-    return {name: torch.cat(column) for name, column in zip(request.names, zip(*parts, strict=True), strict=True)}
-
-
-def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split each tensor into the same chunks of rows, such that a chunk of projections stays within its limit."""
-    limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
-    count = max(1, limit // width)
-    if like.is_cuda:
-        count = max(_TOKEN_STEP, count // _TOKEN_STEP * _TOKEN_STEP)
-    return [x.split(count) for x in rows]
-
-
-class _LinearStatistics(torch.autograd.Function):
-    """Keeps hidden states, per-row statistics and a bounded part of the projections; backward recomputes the rest."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: tuple[Tensor, HeadRequest]
-    ) -> tuple[Tensor, ...]:
-        target_T, request = targets
-        project = _projection(hidden_TD, weight_VD, bias_V)
-        kernel = _maybe_compiled(token_statistics, hidden_TD.is_cuda)
-        parts: dict[str, list[Tensor]] = {}
-        budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
-        ctx.projected = []
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
-                projected = project(_pad_rows(hidden))
-                for name, value in kernel(projected, _pad_rows(target), request).items():
-                    parts.setdefault(name, []).append(value[: len(hidden)])
-                budget -= projected.numel()
-                if budget >= 0:
-                    ctx.projected.append(projected)
-        statistics = {name: torch.cat(values) for name, values in parts.items()}
-        kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in statistics]
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(statistics[name] for name in kept))
-        ctx.request, ctx.kept = request, kept
-        ctx.set_materialize_grads(False)
-        if "is_top_T" in request.names:
-            ctx.mark_non_differentiable(statistics["is_top_T"])
-        return tuple(statistics[name] for name in request.names)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, bias_V, target_T, *kept = ctx.saved_tensors
-        reached = {name: grad for name, grad in zip(ctx.request.names, grad_outputs, strict=True) if grad is not None}
-        reached.pop("is_top_T", None)
-        reached.setdefault("logps_T", torch.zeros_like(kept[0]))
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        project = _projection(hidden_TD, weight_VD, bias_V)
-        weight = weight_VD.to(hidden_TD.dtype)
-        kernel = _maybe_compiled(token_gradient, hidden_TD.is_cuda)
-        grad_hidden = torch.empty_like(hidden_TD) if need_hidden else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-        columns = [hidden_TD, target_T, *kept, *reached.values()]
-        start = 0
-        # The forward chose the dtypes, which autocast would change.
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
-                rows = len(hidden)
-                values = [_pad_rows(value) for value in rest]
-                statistics = dict(zip(ctx.kept, values, strict=False))
-                grads = dict(zip(reached, values[len(kept) :], strict=True))
-                projected = ctx.projected.pop(0) if ctx.projected else project(_pad_rows(hidden))
-                grad_TV = kernel(projected, _pad_rows(target), ctx.request, statistics, grads)[:rows]
-                if grad_hidden is not None:
-                    torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_TV, hidden)
-                if grad_bias is not None:
-                    grad_bias += grad_TV.sum(0, dtype=torch.float32)
-                start += rows
-        to_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
-        to_bias = None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, to_weight, to_bias, None
-
-
-def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return the linear layer in the dtype of the hidden states."""
-    weight = weight_VD.to(hidden_TD.dtype)
-    bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
-    return lambda hidden: F.linear(hidden, weight, bias)
-
-
-def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
-    """total += grad^T hidden, the sum in float32."""
-    if total_VD.dtype == grad_TV.dtype:
-        total_VD.addmm_(grad_TV.t(), hidden_TD)
-    elif total_VD.is_cuda:
-        torch.addmm(total_VD, grad_TV.t(), hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
-    else:
-        total_VD += grad_TV.t() @ hidden_TD
-
-
-def _pad_rows(rows: Tensor) -> Tensor:
-    """On a GPU, pad rows with zeros to a multiple of the step."""
-    missing = -len(rows) % _TOKEN_STEP if rows.is_cuda else 0
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
-
-
-@functools.cache
-def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """Return a row function, or its compiled form: eager passes over a chunk cost as much as its projection."""
-    return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function
+    return grad_TV if request.temperature == 1.0 else grad_TV.mul_(1 / request.temperature)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +27,11 @@ def whole_blocks(length: int) -> int:
 
 
 def build_batch(
-    units: Sequence[Unit], layout: Layout = "tree", predict: bool = True, pad_to: Callable[[int], int] | None = None
+    units: Sequence[Unit],
+    layout: Layout = "tree",
+    predict: bool = True,
+    pad_to: Callable[[int], int] | None = None,
+    weighs: Callable[[Sample], bool] | None = None,
 ) -> Batch:
     """Build the batch of one forward: trees in one row, or a right-padded row for each sample.
 
@@ -35,12 +39,19 @@ def build_batch(
     otherwise, for score heads, each scored position is a source itself and its class the target.
     Without units: a one-token row with one scored token, for a rank that has no more rows. Its forward fires every
     hook; multiply its outputs by zero instead of calling the method's loss.
+    `weighs`: whose tokens count where routers are balanced.
     """
     if not units:
+        weighs = weighs and (lambda sample: False)
         units, predict = [Unit((Sample(ids=np.zeros(1, np.int64), loss_mask=np.ones(1, np.bool_)),))], False
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
-    return _assemble_batch(units, samples, predict, tokens)
+    batch = _assemble_batch(units, samples, predict, tokens)
+    if weighs is None:
+        return batch
+    counted = [path for path, sample in zip(tokens.paths, samples, strict=True) if weighs(sample)]
+    number = np.bincount(np.concatenate([np.zeros(0, np.int64), *counted]), minlength=tokens.ids_BN.numel())
+    return replace(batch, weight_BN=torch.from_numpy(number).float().view(tokens.ids_BN.shape))
 
 
 def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:
@@ -81,11 +92,17 @@ def _assemble_batch(units: Sequence[Unit], samples: Sequence[Sample], predict: b
         margin_P=_optional_tensor([unit.margin for unit in units], torch.float32),
         label_S=_optional_tensor([sample.label for sample in samples], torch.int64),
         advantage_S=_optional_tensor([sample.advantage for sample in samples], torch.float32),
+        advantage_T=_token_advantages(samples, kept),
         share_S=torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None,
         prompt_T=_concat_kept([s.prompt for s in samples], kept, torch.bool),
         old_logps_T=_concat_kept([s.old_logps for s in samples], kept, torch.float32),
         sampler_logps_T=_concat_kept([s.sampler_logps for s in samples], kept, torch.float32),
         ref_logps_T=_concat_kept([s.ref_logps for s in samples], kept, torch.float32),
+        version_T=_concat_kept([None if s.lag is None else s.versions for s in samples], kept, torch.float32),
+        lag_T=_concat_kept([s.lag for s in samples], kept, torch.float32),
+        longest=max(map(len, scored), default=0),
+        teacher_ids_TK=_concat_kept(_as_wide([s.teacher_ids for s in samples], -1), kept, torch.int64),
+        teacher_logps_TK=_concat_kept(_as_wide([s.teacher_logps for s in samples], -np.inf), kept, torch.float32),
     )
 
 
@@ -195,6 +212,26 @@ def _concat_kept(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype:
     """Return the kept parts of all samples' arrays concatenated, or None when an array is missing."""
     parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
+
+
+def _as_wide(lists: Sequence[NDArray | None], fill: float) -> list[NDArray | None]:
+    """Return all samples' lists with as many columns as the widest has."""
+    width = max([0, *(one.shape[1] for one in lists if one is not None)])
+    wider = [((0, 0), (0, 0 if one is None else width - one.shape[1])) for one in lists]
+    return [
+        None if one is None else np.pad(one, more, constant_values=fill) for one, more in zip(lists, wider, strict=True)
+    ]
+
+
+def _token_advantages(samples: Sequence[Sample], kept: Sequence[slice]) -> Tensor | None:
+    """Return an advantage for each scored token where any sample has them by token, else None."""
+    if all(sample.token_advantages is None for sample in samples):
+        return None
+    each = [
+        np.full(int(s.loss_mask.sum()), s.advantage or 0.0) if s.token_advantages is None else s.token_advantages
+        for s in samples
+    ]
+    return _concat_kept(each, kept, torch.float32)
 
 
 def _pair_sequences(units: Sequence[Unit]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ class ScoreModel:
                 scores[numbers[sequence]].append(score)
         return scores
 
+    def steps(self, completion: str) -> list[tuple[str, int]]:
+        """Return the steps of a completion that are not blank, each with the number of characters up to its end."""
+        separator = self.entry.step_separator or "\n"
+        texts = completion.split(separator)
+        ends = accumulate(len(text) + len(separator) for text in texts)
+        return [(text, end - len(separator)) for text, end in zip(texts, ends, strict=True) if text.strip()]
+
     def _scores(self, scores_TC: Tensor) -> Tensor:
         """Return an outcome's score unchanged, and the probability of the best class for a step."""
         if self.head == "sequence_score":
@@ -88,7 +96,7 @@ class ScoreModel:
         if self.head == "step_score":
             steps = row.get("completions")
             if steps is None and isinstance(completion, str):
-                steps = [step for step in completion.split(self.entry.step_separator or "\n") if step.strip()]
+                steps = [step for step, _ in self.steps(completion)]
             return {"prompt": prompt, "completions": steps, "labels": [0] * len(steps or ())}
         if prompt is None and isinstance(row.get("messages"), list):
             return {"completion": row["messages"], "label": True}

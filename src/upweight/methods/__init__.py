@@ -1,6 +1,7 @@
 """Every training method, by the name a config uses."""
 
 from upweight.methods.base import Method
+from upweight.methods.distill import Distill
 from upweight.methods.dpo import DPO
 from upweight.methods.ebft import EBFT
 from upweight.methods.gdpo import GDPO
@@ -15,7 +16,7 @@ from upweight.methods.sft import SFT
 from upweight.methods.simpo import SimPO
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (SFT, DPO, IPO, KTO, ORPO, SimPO, GRPO, GDPO, RLOO, EBFT, ORM, PRM)
+    method.name: method for method in (SFT, DPO, IPO, KTO, ORPO, SimPO, GRPO, GDPO, RLOO, EBFT, Distill, ORM, PRM)
 }
 
 

@@ -1,15 +1,16 @@
 """The interface of training methods: settings, requirements, and pure functions from log-probs to sums."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
+from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
-from upweight.types import Batch, Loss, Mean, Outputs, Sample
+from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class OnlineSettings(Protocol):
         ...
 
 
+KINDS = ("text", "pairs", "labelled", "steps", "prompts")  # of rows
+
+
 class Method(Section, ABC):
     """A training method. It never divides by a count, communicates with other ranks or reads a value off the device."""
 
@@ -51,11 +55,60 @@ class Method(Section, ABC):
     computed_rewards: ClassVar[tuple[str, ...]] = ()  # names of rewards that the method computes itself
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
+    why_zero: ClassVar[str | None] = None  # what it means that the first step's loss and gradient are exactly 0
+    evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
+    balances_routers: ClassVar[bool] = True  # by default, with the coefficient of a mixture's config
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
     def needs_reference(self) -> bool:
         """Whether `loss` reads the reference's log-probs."""
+        return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether scored tokens are compared with those of another model."""
+        return False
+
+    @property
+    def teacher_advantage(self) -> float:
+        """Weight of a teacher's log-prob over the sampler's in the advantage of each sampled token."""
+        return 0.0
+
+    @property
+    def comparison(self) -> Divergence:
+        """How scored tokens are compared with a teacher's, where `statistics` ask for it."""
+        return Divergence()
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """The tokens that a teacher lists for the comparison; None: it compares the whole vocabulary."""
+        return None
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether an online method learns nothing from completions without rewards."""
+        return True
+
+    @property
+    def demonstration_share(self) -> float:
+        """Share of prompts that keep the data's completion where others are sampled."""
+        return 0.0
+
+    @property
+    def teacher_sees(self) -> str | None:
+        """What a teacher sees in place of a prompt: a text with columns of the row, or a function; None: the same."""
+        return None
+
+    @property
+    def self_teacher(self) -> Literal["initial", "live", "ema"]:
+        """Which weights of the policy teach, where it is its own teacher."""
+        return "initial"
+
+    @property
+    def teacher_writes(self) -> bool:
+        """Whether the teacher samples the completions that are not the policy's, in place of the data."""
         return False
 
     @property
@@ -67,6 +120,21 @@ class Method(Section, ABC):
     def precomputes_reference(self) -> bool:
         """Whether the reference's log-probs are computed once, before training."""
         return False
+
+    @property
+    def reads_versions(self) -> bool:
+        """Whether `loss` reads `version_T` and `lag_T`."""
+        return False
+
+    @property
+    def loss_function(self) -> Call | None:
+        """The user's function that takes the place of a policy gradient's terms; None where there is none."""
+        return None
+
+    @property
+    def advantage_function(self) -> Call | None:
+        """The user's function that takes the place of `advantages`; None where there is none."""
+        return None
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
@@ -109,6 +177,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def discount(self) -> float | None:
+        """The factor of a reward for each token before it, where tokens are credited with what follows; else None."""
+        return None
+
+    @property
     def group_size(self) -> int:
         """Completions sampled for each prompt, for online methods."""
         return 1
@@ -132,6 +205,10 @@ class Method(Section, ABC):
         """Return whether a sample can change the gradient; samples that cannot need no forward."""
         return True
 
+    def counts_for_routers(self, sample: Sample) -> bool:
+        """Return whether the tokens of a sample count in the load-balancing loss of a mixture of experts."""
+        return True
+
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Return values that `prepare` reads for the whole step; they are concatenated over batches and ranks."""
         return {}
@@ -148,6 +225,8 @@ class Method(Section, ABC):
         """Return one advantage for each sequence of a rollout (online methods); a NaN reward does not apply.
 
         `log_ratio_S`: the policy's log-probs minus the reference's, summed by completion, where `needs_kl_in_reward`.
+        With a `discount` it is also called with the rewards from each token position on, `rewards_SRT`, and returns
+        `advantage_ST`.
         """
         raise NotImplementedError(f"{self.name}: only online methods have advantages")
 

@@ -1,11 +1,11 @@
-"""DPO: Direct Preference Optimization (arXiv:2305.18290) and its fifteen losses, alone or as a weighted sum."""
+"""DPO: Direct Preference Optimization (arXiv:2305.18290), its fifteen losses and users', alone or weighted."""
 
+from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from pydantic import field_validator, model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import (
     Method,
     WithReference,
@@ -20,8 +20,12 @@ from upweight.methods.base import (
 )
 from upweight.methods.formulas import dpo_losses
 from upweight.methods.formulas.dpo_losses import Divergence, LossType
+from upweight.methods.users import terms
+from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
 from upweight.settings import setting
-from upweight.types import Batch, Loss, Outputs
+from upweight.types import Batch, Loss, Mean, Outputs
+
+LOSS = "dpo_loss_type"
 
 
 class DPO(WithReference, Method):
@@ -32,7 +36,10 @@ class DPO(WithReference, Method):
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
 
     beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
-    loss_type: tuple[LossType, ...] = setting("dpo_loss_type", ("sigmoid",), "Losses that are added up.", min_length=1)
+    loss_type: tuple[LossType | UserFunction, ...] = setting(
+        LOSS, ("sigmoid",), "Losses that are added up; among them your functions.", min_length=1
+    )
+    method_args: dict[str, Any] = setting(OPTIONS, {}, OPTIONS_HELP)
     loss_weights: tuple[float, ...] | None = setting("dpo_loss_weights", None, "Weight of each loss; else 1 each.")
     label_smoothing: float = setting("dpo_label_smoothing", 0.0, "Assumed share of swapped pairs (cDPO).", ge=0, lt=0.5)
     use_weighting: bool = setting("dpo_use_weighting", False, "Weigh pairs by how likely the policy writes them (WPO).")
@@ -46,7 +53,7 @@ class DPO(WithReference, Method):
     @field_validator("loss_type", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+        return value if isinstance(value, list | tuple) else (value,)
 
     @model_validator(mode="after")
     def _losses_fit_together(self) -> "DPO":
@@ -55,12 +62,20 @@ class DPO(WithReference, Method):
             raise ValueError(f"dpo_loss_weights has {given_weights} entries for {losses} losses in dpo_loss_type")
         if "exo_pair" in self.loss_type and self.label_smoothing == 0:
             raise ValueError("dpo_loss_type: exo_pair needs dpo_label_smoothing above 0, for example 0.001")
-        if self.label_smoothing > 0 and not dpo_losses.SMOOTHED & set(self.loss_type):
-            raise ValueError(f"dpo_label_smoothing has no effect on {', '.join(self.loss_type)}; remove it")
-        unfit = sorted(set(self.loss_type) - dpo_losses.DIVERGENT - {"sft"})
+        asked = any("label_smoothing" in call.asks for call in self.calls.values())
+        if self.label_smoothing > 0 and not asked and not dpo_losses.SMOOTHED & set(self.loss_type):
+            names = ", ".join(map(str, self.loss_type))
+            raise ValueError(f"dpo_label_smoothing has no effect on {names}; remove it")
+        unfit = sorted(map(str, set(self.loss_type) - dpo_losses.DIVERGENT - {"sft"}))
         if self.divergence != "reverse_kl" and unfit:
             raise ValueError(f"f_divergence_type: {self.divergence} does not go with dpo_loss_type {', '.join(unfit)}")
         return self
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The users' losses, by their keys: `dpo_loss_type[0]` and so on."""
+        functions = [(_key(number), one, terms.PAIRS) for number, one in enumerate(self.loss_type)]
+        return bind(functions, self.method_args, type(self).model_fields)
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -92,12 +107,18 @@ class DPO(WithReference, Method):
             sorted=prepared,
         )
         weights = self.loss_weights or (1.0,) * len(self.loss_type)
-        loss_P, sft_weight = torch.zeros_like(policy_P2[:, 0]), 0.0
-        for name, weight in zip(self.loss_type, weights, strict=True):
+        loss_P, sft_weight, user_metrics = torch.zeros_like(policy_P2[:, 0]), 0.0, {}
+        for number, (name, weight) in enumerate(zip(self.loss_type, weights, strict=True)):
             if name == "sft":
                 sft_weight += weight
+            elif call := self.calls.get(_key(number)):
+                values = terms.pair_values(terms.Padded(batch), out, batch, policy_P2, ref_P2)
+                term_P, metrics = terms.checked_term(call, call(values, self), out, pairs=tuple(loss_P.shape))
+                terms.require_finite(call, term_P)
+                loss_P = loss_P + weight * term_P
+                user_metrics |= {metric: Mean.of(value) for metric, value in metrics.items()}
             else:
-                loss_P = loss_P + weight * dpo_losses.PAIR_LOSSES[name](pairs)
+                loss_P = loss_P + weight * dpo_losses.PAIR_LOSSES[str(name)](pairs)
         if self.use_weighting:
             # WPO: the policy's likelihood of both sides, normalised by the likelihood that it expects of itself.
             gap_T = (required(out.logps_T) - required(out.log_collision_T)).detach()
@@ -105,7 +126,7 @@ class DPO(WithReference, Method):
         sums = {"pairs": loss_P.sum()}
         if "sft" in self.loss_type:
             sums["tokens"] = -sft_weight * (required(out.logps_T) * is_chosen(batch)).sum()
-        return Loss(sums, pair_metrics(*pairs.rewards, out, batch))
+        return Loss(sums, pair_metrics(*pairs.rewards, out, batch) | user_metrics)
 
     def _pair_log_probs(self, out: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return summed log-probs of policy and reference, each [P, 2]; `ld_alpha` weighs tokens of longer sides."""
@@ -118,3 +139,7 @@ class DPO(WithReference, Method):
             weight_T = torch.where(inside_T, 1.0, self.ld_alpha)
             policy_T, ref_T = policy_T * weight_T, ref_T * weight_T
         return sequence_sum(policy_T, batch)[pair_P2], sequence_sum(ref_T, batch)[pair_P2]
+
+
+def _key(number: int) -> str:
+    return f"{LOSS}[{number}]"

@@ -2,10 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, required
 from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
@@ -63,6 +62,10 @@ class EBFT(PolicyGradient, Method):
 
     @model_validator(mode="after")
     def _samples_can_differ(self) -> "EBFT":
+        if self.advantage_function is not None:
+            raise ValueError(
+                "trl.advantage_estimator: features are rewards of EBFT's own; choose ebft.advantage_estimator"
+            )
         if self.strided and self.n_samples_per_prompt > 1 and 0 in (self.temperature, self.top_p):
             key = "temperature" if self.temperature == 0 else "top_p"
             raise ValueError(f"ebft.{key}: at 0 all samples of a block are alike, and nothing is learned from them")

@@ -3,15 +3,15 @@
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import decoupled
-from upweight.methods.policy_gradient import PolicyGradient
+from upweight.methods.policy_gradient import PolicyGradient, RewardToGo
 from upweight.settings import setting
 
 
-class GDPO(PolicyGradient, Method):
+class GDPO(RewardToGo, PolicyGradient, Method):
     """GRPO whose rewards are normalised separately before they are summed."""
 
     name: ClassVar[str] = "gdpo"

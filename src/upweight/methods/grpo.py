@@ -3,15 +3,15 @@
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import decoupled, leave_one_out, normalised, weighted_reward
-from upweight.methods.policy_gradient import PolicyGradient
+from upweight.methods.policy_gradient import PolicyGradient, RewardToGo
 from upweight.settings import setting
 
 
-class GRPO(PolicyGradient, Method):
+class GRPO(RewardToGo, PolicyGradient, Method):
     """A policy gradient whose baseline is the other completions of the same prompt."""
 
     name: ClassVar[str] = "grpo"
@@ -24,6 +24,11 @@ class GRPO(PolicyGradient, Method):
     def _policy_fits_aggregation(self) -> "GRPO":
         if self.scales_each_reward:
             self.refuse_for_decoupled_rewards("set trl.multi_objective_aggregation: sum_then_normalize")
+        call = self.advantage_function
+        if self.reward_to_go and call is not None and "rewards_to_go" not in call.asks:
+            raise ValueError(
+                f"trl.reward_to_go: no effect, since '{call.function.name}' does not ask for 'rewards_to_go'"
+            )
         return self
 
     @property

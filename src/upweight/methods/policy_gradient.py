@@ -1,14 +1,18 @@
 """The policy gradient that the online methods share: clipped ratios, KL, entropy and corrections for stale samples."""
 
-from typing import ClassVar, Literal, Self
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.errors import UserError
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
 from upweight.methods.formulas import policy_losses
 from upweight.methods.formulas.advantages import Scale
+from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
+from upweight.methods.users.policy import ADVANTAGES, ESTIMATOR, LOSS, policy_term, refuse_unread
+from upweight.methods.users.terms import POLICY
 from upweight.settings import Section, setting
 from upweight.types import Batch, Extreme, Loss, Mean, Metric, Outputs, Sample
 
@@ -32,7 +36,7 @@ class PolicyGradient(Section):
     lora_learning_rate: ClassVar[float | None] = 1e-5
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T"})
 
-    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
+    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=1)
     max_completion_length: int = setting(
         "trl.max_completion_length", 256, "Most tokens a completion may have; also the divisor of dr_grpo.", ge=1
     )
@@ -40,15 +44,16 @@ class PolicyGradient(Section):
         "trl.mask_truncated_completions", False, "Leave completions that hit the length limit out of the loss."
     )
     beta: float = setting("trl.beta", 0.0, "Weight of the KL; 0 needs no reference model.", also=("rl_beta",), ge=0)
-    loss_type: LossType = setting("trl.loss_type", "dapo", "Form of the token loss and of its average.")
+    loss_type: LossType | UserFunction = setting(LOSS, "dapo", "Token loss and its average; or your function.")
+    method_args: dict[str, Any] = setting(OPTIONS, {}, OPTIONS_HELP)
     epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
     epsilon_high: float | None = setting("trl.epsilon_high", None, "Clip above a ratio of 1; unset: epsilon.", ge=0)
     delta: float | None = setting("trl.delta", None, "Bound of ratios at negative advantages; unset means none.", gt=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
     )
-    advantage_estimator: Literal["group", "rloo"] = setting(
-        "trl.advantage_estimator", "group", "Baseline: the group's mean, scaled, or the others' mean, unscaled (rloo)."
+    advantage_estimator: Literal["group", "rloo"] | UserFunction = setting(
+        ESTIMATOR, "group", "Baseline: the group's mean, scaled; the others' mean, unscaled (rloo); or your function."
     )
     scale_rewards: bool | Literal["group", "batch", "none"] = setting(
         "trl.scale_rewards", "group", "Divide advantages by the deviation of group (true) or batch, or not (false)."
@@ -59,6 +64,12 @@ class PolicyGradient(Section):
     )
     off_policy_mask_threshold: float | None = setting(
         "trl.off_policy_mask_threshold", None, "Drop sequences of negative advantage that got this much less likely."
+    )
+    teacher_kl_coef: float = setting(
+        "trl.teacher_kl_coef",
+        0.0,
+        "Weight of the teacher's log-prob over the sampler's in each token's advantage.",
+        ge=0,
     )
     top_entropy_quantile: float = setting(
         "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
@@ -96,6 +107,8 @@ class PolicyGradient(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
+        if self.num_generations < 2 and not self.teacher_kl_coef:
+            raise ValueError("trl.num_generations: 1 completion has no others to compare with: at least 2")
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("trl.sync_ref_model needs a reference: set trl.beta above 0")
         if self.loss_type == "vespo" and (self.sampler_correction_mode or "token").startswith("sequence"):
@@ -105,7 +118,23 @@ class PolicyGradient(Section):
             )
         if self.sampler_correction_floor is not None and self.sampler_correction_floor > self.sampler_correction_cap:
             raise ValueError("trl.vllm_importance_sampling_clip_min must not be above trl.vllm_importance_sampling_cap")
+        if call := self.calls.get(LOSS):
+            refuse_unread(self, call)
         return self
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The user's loss and advantages, by their keys."""
+        functions = [(LOSS, self.loss_type, POLICY), (ESTIMATOR, self.advantage_estimator, ADVANTAGES)]
+        return bind(functions, self.method_args, type(self).model_fields)
+
+    @property
+    def loss_function(self) -> Call | None:
+        return self.calls.get(LOSS)
+
+    @property
+    def advantage_function(self) -> Call | None:
+        return self.calls.get(ESTIMATOR)
 
     @property
     def online_settings(self) -> Self:
@@ -117,7 +146,35 @@ class PolicyGradient(Section):
 
     @property
     def needs_reference(self) -> bool:
-        return self.beta > 0
+        return self.adds_kl or self.needs_kl_in_reward or self._loss_asks("ref_logps")
+
+    @property
+    def adds_kl(self) -> bool:
+        """Whether the KL is added to the loss; a user's loss that asks for `beta` has it already."""
+        return self.beta > 0 and not self._loss_asks("beta")
+
+    @property
+    def needs_kl_in_reward(self) -> bool:
+        return self.advantage_function is not None and "log_ratio" in self.advantage_function.asks
+
+    @property
+    def reads_versions(self) -> bool:
+        return self._loss_asks("versions", "lag")
+
+    def _loss_asks(self, *names: str) -> bool:
+        return LOSS in self.calls and any(name in self.calls[LOSS].asks for name in names)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.teacher_kl_coef > 0
+
+    @property
+    def needs_rewards(self) -> bool:
+        return not self.teacher_kl_coef
+
+    @property
+    def teacher_advantage(self) -> float:
+        return self.teacher_kl_coef
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
@@ -145,8 +202,9 @@ class PolicyGradient(Section):
 
     def refuse_for_decoupled_rewards(self, otherwise: str) -> None:
         """Raise for settings without effect where each reward is normalised separately; `otherwise` is the remedy."""
-        if self.advantage_estimator == "rloo":
-            raise ValueError(f"trl.advantage_estimator: rloo has no place where rewards are normalised; {otherwise}")
+        if self.advantage_estimator != "group":
+            name = self.advantage_estimator
+            raise ValueError(f"trl.advantage_estimator: {name} has no place where rewards are normalised; {otherwise}")
         if self.reward_scale != "group":
             raise ValueError(
                 f"trl.scale_rewards: {self.reward_scale} has no effect where each reward is divided by the deviation "
@@ -156,18 +214,26 @@ class PolicyGradient(Section):
     def count(self, batch: Batch) -> dict[str, Tensor]:
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
-        denominator = DENOMINATOR[self.loss_type]
         sequences = (sampled_S if batch.share_S is None else sampled_S * batch.share_S).sum().float()
-        counts = {denominator: sequences if denominator == "sequences" else tokens}
+        counts = {name: sequences if name == "sequences" else tokens for name in self._denominators}
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        return bool(sample.loss_mask.any() and (sample.advantage or self.zero_advantage_reasons or sample.label == 1))
+        return bool(
+            sample.loss_mask.any() and (sample.has_advantage or self.zero_advantage_reasons or sample.label == 1)
+        )
+
+    @property
+    def _denominators(self) -> tuple[str, ...]:
+        """What terms are divided by; those of a user's loss by either, as it returns them."""
+        return ("rollout_tokens", "sequences") if LOSS in self.calls else (DENOMINATOR[str(self.loss_type)],)
 
     @property
     def zero_advantage_reasons(self) -> list[str]:
         """The settings that require a forward of completions without an advantage too."""
+        loss = self.calls[LOSS].function.function if LOSS in self.calls else None
         enabled = {
+            LOSS: loss is not None and not getattr(loss, "skip_zero_advantage", False),
             "trl.beta": self.beta > 0,
             "trl.entropy_coef": self.entropy_coef > 0,
             "trl.top_entropy_quantile": self.needs_preparation,
@@ -200,10 +266,20 @@ class PolicyGradient(Section):
             old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
         log_ratio_T = logps_T - old_T
         if self.importance_sampling_level == "sequence":
-            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+            mean_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+            # GSPO-token: the same ratio, but each token's advantage moves that token alone.
+            log_ratio_T = mean_T if batch.advantage_T is None else mean_T.detach() + logps_T - logps_T.detach()
         ratio_T = log_ratio_T.exp()
         correction_T, metrics = self._sampler_correction(old_T, batch)
-        loss_T, more_metrics = self._surrogate_loss(logps_T, old_T, ratio_T, correction_T, batch)
+        by_sequence = self.loss_type in ("grpo", "sapo")
+        if call := self.calls.get(LOSS):
+            loss_T, by_sequence, more_metrics = policy_term(
+                call, self, out, batch, is_sampled(batch), old_T, correction_T
+            )
+            if by_sequence and self.needs_preparation:
+                raise UserError("trl.top_entropy_quantile: picks tokens, and your loss returns a term by sequence.")
+        else:
+            loss_T, more_metrics = self._surrogate_loss(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
         metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
 
@@ -211,19 +287,21 @@ class PolicyGradient(Section):
         if self.needs_preparation:
             top_T = sampled_T & (required(out.entropy_T) >= prepared["entropy_threshold"])
         loss_T = torch.where(top_T, loss_T, 0.0)
-        if self.beta:
+        if self.needs_reference:
             kl_T = policy_losses.reference_kl(logps_T, required(out.ref_logps_T))
-            metrics["kl"] = Mean.over(kl_T, sampled_T)
-            loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
+            metrics = {"kl": Mean.over(kl_T, sampled_T), **metrics}  # a user's own of this name stays
+            if self.adds_kl:
+                loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
-        if self.loss_type in ("grpo", "sapo"):
+        if by_sequence:
             length_S = sequence_length(batch)
             # Segments of one completion have one mean over all their tokens.
             length_S = length_S if batch.share_S is None else length_S / batch.share_S.clamp(min=1e-9)
             loss_T = loss_T / length_S[batch.sequence_T]
         if self.loss_type == "dr_grpo":
             loss_T = loss_T / self.max_completion_length
-        sums = {DENOMINATOR[self.loss_type]: loss_T.sum()}
+        sums = {name: 0 * loss_T.sum() for name in self._denominators}
+        sums[self._denominators[by_sequence and len(sums) > 1]] = loss_T.sum()
         if self.entropy_coef:
             bonus = self.entropy_coef * (required(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
             sums["tokens"] = sums.get("tokens", 0.0) - bonus
@@ -250,16 +328,19 @@ class PolicyGradient(Section):
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Return the policy loss of each token, corrected for the sampler, and its metrics."""
         sampled_S = is_sampled(batch)
-        advantage_S = torch.where(sampled_S, required(batch.advantage_S), 0.0)
-        advantage_T, sampled_T = advantage_S[batch.sequence_T], sampled_S[batch.sequence_T]
+        sampled_T = sampled_S[batch.sequence_T]
+        advantage_T = batch.advantage_T
+        if advantage_T is None:
+            advantage_T = required(batch.advantage_S)[batch.sequence_T]
+        advantage_T = torch.where(sampled_T, advantage_T, 0.0)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         metrics: dict[str, Metric] = {}
         if self.loss_type == "vespo":
             log_weight_S = sequence_sum((logps_T - old_T).detach().clamp(-20, 20) + correction_T.log(), batch)
             positive, negative = (self.vespo_k_pos, self.vespo_lambda_pos), (self.vespo_k_neg, self.vespo_lambda_neg)
-            weight_S = policy_losses.vespo_weight(log_weight_S, advantage_S, positive, negative)
-            metrics["vespo/phi_seq_mean"] = Mean.over(weight_S, sampled_S)
-            loss_T = -weight_S[batch.sequence_T] * advantage_T * logps_T
+            weight_T = policy_losses.vespo_weight(log_weight_S[batch.sequence_T], advantage_T, positive, negative)
+            metrics["vespo/phi_seq_mean"] = Mean.over(sequence_mean(weight_T, batch), sampled_S)
+            loss_T = -weight_T * advantage_T * logps_T
         elif self.loss_type == "cispo":
             metrics["cispo_clip_ratio"] = Mean.over((ratio_T > 1 + high) & (advantage_T > 0), sampled_T)
             loss_T = correction_T * policy_losses.cispo(logps_T, ratio_T, advantage_T, high)
@@ -267,16 +348,37 @@ class PolicyGradient(Section):
             temperatures = self.sapo_temperature_pos, self.sapo_temperature_neg
             loss_T = correction_T * policy_losses.sapo(ratio_T, advantage_T, *temperatures)
         else:
-            metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
+            metrics |= policy_losses.clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
             loss_T = correction_T * policy_losses.clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
 
         if self.off_policy_mask_threshold is not None:
             sampler_T = old_T if batch.sampler_logps_T is None else batch.sampler_logps_T
             log_ratio_S = sequence_mean(-policy_losses.sampler_gap(logps_T, sampler_T), batch)
-            kept_S = (advantage_S >= 0) | (log_ratio_S <= self.off_policy_mask_threshold)
-            metrics["sampling/off_policy_kept"] = Mean.over(kept_S, sampled_S)
-            loss_T = loss_T * kept_S[batch.sequence_T]
+            kept_T = (advantage_T >= 0) | (log_ratio_S <= self.off_policy_mask_threshold)[batch.sequence_T]
+            metrics["sampling/off_policy_kept"] = Mean.over(sequence_mean(kept_T.float(), batch), sampled_S)
+            loss_T = loss_T * kept_T
         return loss_T, metrics
+
+
+class RewardToGo(Section):
+    """The settings of a policy gradient that may credit each token with the rewards from it on."""
+
+    reward_to_go: bool = setting(
+        "trl.reward_to_go", False, "Credit each token with the rewards from it on, not with all of its completion's."
+    )
+    gamma: float = setting(
+        "trl.gamma", 1.0, "With `trl.reward_to_go`: the factor of a reward for each token before it.", gt=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _discount_has_rewards(self) -> Self:
+        if self.gamma != 1 and not self.reward_to_go:
+            raise ValueError("trl.gamma discounts rewards that follow a token: set trl.reward_to_go: true")
+        return self
+
+    @property
+    def discount(self) -> float | None:
+        return self.gamma if self.reward_to_go else None
 
 
 def is_sampled(batch: Batch) -> Tensor:
@@ -284,26 +386,3 @@ def is_sampled(batch: Batch) -> Tensor:
     if batch.label_S is None:
         return torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.sequence_T.device)
     return batch.label_S == 0
-
-
-def clip_metrics(
-    ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float, *, batch: Batch | None = None
-) -> dict[str, Metric]:
-    """Return the fractions of tokens whose gradient the clip removed; without a batch, values are of sequences."""
-    below_T = (ratio_T < 1 - low) & (advantage_T < 0)
-    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
-
-    def extreme(clipped_T: Tensor, sign: int) -> Extreme:
-        """Return the extreme of the sequences' shares."""
-        if batch is None:
-            return Extreme.over(clipped_T, sampled_T, sign)
-        scored_S = sequence_sum(sampled_T.float(), batch)
-        return Extreme.over(sequence_sum(clipped_T.float(), batch) / scored_S.clamp(min=1), scored_S > 0, sign)
-
-    return {
-        "clip_ratio/low_mean": Mean.over(below_T, sampled_T),
-        "clip_ratio/low_min": extreme(below_T, -1),
-        "clip_ratio/high_mean": Mean.over(above_T, sampled_T),
-        "clip_ratio/high_max": extreme(above_T, 1),
-        "clip_ratio/region_mean": Mean.over(below_T | above_T, sampled_T),
-    }

@@ -2,14 +2,13 @@
 
 from typing import ClassVar
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
-from upweight.methods.formulas.policy_losses import clipped
-from upweight.methods.policy_gradient import PolicyGradient, clip_metrics, is_sampled
+from upweight.methods.formulas.policy_losses import clip_metrics, clipped
+from upweight.methods.policy_gradient import PolicyGradient, is_sampled
 from upweight.settings import same_setting, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 

@@ -120,6 +120,15 @@ class AdapterOff(Reference):
                     parameter.requires_grad_(requires_grad)
 
 
+class LivePolicy(Reference):
+    """The policy as it is now."""
+
+    @contextmanager
+    def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
+        with torch.no_grad(), dropout_off(wrapped):
+            yield wrapped
+
+
 class FrozenWeights(Reference):
     """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones."""
 
@@ -213,14 +222,21 @@ class FrozenWeights(Reference):
 class SeparateModel(Reference):
     """A second, frozen model."""
 
-    def __init__(self, policy: nn.Module, model: nn.Module) -> None:
+    def __init__(self, policy: nn.Module, model: nn.Module, device: torch.device | None = None) -> None:
         super().__init__(policy)
         self.model = model.requires_grad_(False).eval()
+        self.device = device  # that the weights are on inside `use` only; None: they stay where they are
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
-        with torch.no_grad():
-            yield self.model
+        if self.device is not None:
+            nn.Module.to(self.model, self.device)
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            if self.device is not None:
+                nn.Module.to(self.model, "cpu")
 
     def sync(self, alpha: float) -> None:
         policy = dict(self._policy.named_parameters())

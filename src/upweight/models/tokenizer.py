@@ -1,10 +1,14 @@
 """Load a tokenizer, set and add its tokens, and choose its padding token."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
@@ -13,6 +17,8 @@ from upweight.models.load import load_failures, resolve_source
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>", "<|finetune_right_pad_id|>", "<|endoftext|>")
+
+MISTRAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -27,8 +33,15 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     chosen = getattr(transformers, section.tokenizer_class, None) if section.tokenizer_class else AutoTokenizer
     if chosen is None:
         raise UserError(f"tokenizer_type: transformers has no class {section.tokenizer_class!r}")
+    if chosen is AutoTokenizer:
+        # Else mistral-common's class is loaded where it is installed, which adds no tokens and reads no marks in texts.
+        options["mistral_format"] = False
+        options |= {"fix_mistral_regex": True} if section.mistral_tokens else {}
     with load_failures(key, source, "tokenizer"):
         tokenizer = chosen.from_pretrained(source, **options)
+    if section.mistral_tokens:
+        _set_mistral_tokens(tokenizer)
+        tokenizer.tekken_version = _tekken_version(source, revision)  # its file has no chat template
     special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
     additional = special.pop("additional_special_tokens", [])
     tokenizer.add_special_tokens(special)
@@ -37,6 +50,27 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if section.special_tokens.pad_token is None:
         choose_padding(tokenizer)
     return tokenizer
+
+
+def _set_mistral_tokens(tokenizer: Any) -> None:
+    """Name the special tokens of a tokenizer read from `tekken.json`, and let it begin texts with BOS."""
+    known = tokenizer.get_vocab()
+    if not {*MISTRAL_TOKENS.values(), "[INST]"} <= known.keys():
+        problem = "the tokenizer has no [INST] token, or none of <s>, </s>, <pad> and <unk>"
+        raise UserError(f"tokenizer_use_mistral_common: {problem}. Leave it out, or name a model with a tekken.json.")
+    tokenizer.add_special_tokens(MISTRAL_TOKENS)
+    bos = MISTRAL_TOKENS["bos_token"]
+    begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, known[bos])])
+    tokenizer.backend_tokenizer.post_processor = begins
+
+
+def _tekken_version(source: str, revision: str | None) -> int:
+    """Return the version in a model's `tekken.json`, such as 7 of "v7"; 0 where it has none."""
+    file = cached_file(source, "tekken.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return 0
+    version = str(json.loads(Path(file).read_text(encoding="utf-8"))["config"].get("version") or "")
+    return int(number[0]) if (number := re.search(r"\d+", version)) else 0
 
 
 def take_chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *, trust_remote_code: bool = False) -> None:

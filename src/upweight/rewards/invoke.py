@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from upweight.errors import UserError
+from upweight.rewards.parts import FORMS, PartRewards, part_rewards
 from upweight.user_modules import describe_error
 
 IN_MESSAGES = "Where the prompt is messages, so is a completion: read completion[0]['content']"
@@ -19,7 +20,7 @@ Function = Callable[..., Any]
 class RewardValues:
     """The values that a call returned, what it logged, and how long it took."""
 
-    values: list[Value]
+    values: list[Value | PartRewards]
     extras: list[tuple[str, list[Any]]] = field(default_factory=list)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: float = 0.0
@@ -94,8 +95,8 @@ def failed(error: BaseException, seconds: float) -> RewardFailure:
     return RewardFailure("raised", reason, seconds)
 
 
-def checked_values(returned: Any, name: str, count: int) -> list[Value]:
-    """Return the values of a reward as plain numbers and Nones (NaN is kept); raise a UserError about others."""
+def checked_values(returned: Any, name: str, count: int) -> list[Value | PartRewards]:
+    """Return the values of a reward as numbers, Nones (NaN is kept) and parts; raise a UserError about others."""
     start = f"reward '{name}' must return a list of {count} numbers (None where it does not apply), one for each "
     listed = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(listed, list | tuple):
@@ -103,11 +104,13 @@ def checked_values(returned: Any, name: str, count: int) -> list[Value]:
         raise UserError(f"{start}completion, but returned a {type(returned).__name__}{hint}.")
     if len(listed) != count:
         raise UserError(f"{start}completion, but returned {len(listed)} of them.")
-    values: list[Value] = []
+    values: list[Value | PartRewards] = []
     for position, item in enumerate(listed):
-        values.append(None if item is None else _as_float(item))
+        number = _as_float(item)
+        values.append(part_rewards(item, _as_float) if number is None else number)
         if item is not None and values[-1] is None:
-            raise UserError(f"{start}completion, but value {position} is a {type(item).__name__}: {item!r:.80}")
+            forms = f". For parts of a completion give {FORMS}" if isinstance(item, list | tuple | dict) else ""
+            raise UserError(f"{start}completion, but value {position} is a {type(item).__name__}: {item!r:.80}{forms}")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Reward models as rewards: the score of a conversation, or the lowest score of the steps of a completion."""
+"""Reward models as rewards: the score of a conversation, or of the steps of a completion, each or the lowest."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import warn_once
 from upweight.models.load import load_failures, resolve_source
 from upweight.models.patches import keep_soft_cap
+from upweight.rewards.parts import CHARACTERS
 from upweight.rewards.reward import Reward, parameters_of
+from upweight.types import Credit
 from upweight.watchdog import TimeUp, time_limit
 
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
@@ -33,6 +35,7 @@ class ModelOptions:
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
     template_timeout: float = DataSection().template_timeout
+    by_step: bool = False  # a process reward model scores each step at its end, in place of the lowest for all
 
 
 class ModelReward:
@@ -126,7 +129,8 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
         section = ModelSection(base_model=base, trust_remote_code=remote)
         (rows, *_) = trained.get("datasets") or [{}]
         entry = DatasetSpec(step_separator=rows.get("step_separator"))
-        steps = partial(lowest_step_scores, load_score_model(section, folder if adapter else None, entry=entry))
+        score = step_scores if options.by_step else lowest_step_scores
+        steps = partial(score, load_score_model(section, folder if adapter else None, entry=entry))
         return Reward(folder.name, steps, parameters_of(steps, folder.name, key), has_timeout=False)
     if adapter and (task := adapter.get("task_type")) != "SEQ_CLS":
         raise UserError(f"{key}: the adapter in {source!r} is for {task}, not for a reward model (SEQ_CLS).")
@@ -159,12 +163,19 @@ def is_process_model(source: str) -> bool:
 
 def lowest_step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[float | None]:
     """Return the lowest step probability of each completion; None if it is empty."""
+    steps = step_scores(model, prompts, completions)
+    return [None if one is None else min(score for _, score in one[CHARACTERS]) for one in steps]
+
+
+def step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[dict[str, Credit] | None]:
+    """Return the probability of each step with its end in the text of its completion; None if that is empty."""
     pairs = zip(prompts, completions, strict=True)
     rows = [{"prompt": _last_text(prompt), "completion": _last_text(completion)} for prompt, completion in pairs]
-    filled = [number for number, row in enumerate(rows) if row["completion"].strip()]
-    scores: list[float | None] = [None] * len(rows)
-    for number, steps in zip(filled, model([rows[number] for number in filled]), strict=True):
-        scores[number] = min(steps)
+    ends = [[end for _, end in model.steps(row["completion"])] for row in rows]
+    filled = [number for number, of_row in enumerate(ends) if of_row]
+    scores: list[dict[str, Credit] | None] = [None] * len(rows)
+    for number, of_row in zip(filled, model([rows[number] for number in filled]), strict=True):
+        scores[number] = {CHARACTERS: list(zip(ends[number], of_row, strict=True))}
     return scores
 
 

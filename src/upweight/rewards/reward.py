@@ -2,7 +2,7 @@
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ class RewardCall:
     columns: dict[str, list[Any]]  # every other dataset column, one value for each completion
     group_S: list[int]
     trainer_state: Any = None
+    decode: Callable[[list[int]], str] | None = None  # tokens of a completion -> its text
     environments: list[Any] = field(default_factory=list)  # the user's object of each episode, None where there is none
 
     def __len__(self) -> int:
@@ -39,6 +40,13 @@ class RewardCall:
         names = ("prompts", "completions", "completion_ids", "group_S", "environments")
         lists = {name: getattr(self, name)[start:stop] for name in names}
         return replace(self, **lists, columns={name: values[start:stop] for name, values in self.columns.items()})
+
+    def text(self, position: int) -> str | None:
+        """Return the text of a completion; None for a conversation of several messages."""
+        content = self.completions[position]
+        if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
+            content = content[0].get("content")
+        return content if isinstance(content, str) else None
 
     def groups(self) -> list[tuple[int, int]]:
         """Return the start and stop of each group."""

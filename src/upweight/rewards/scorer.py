@@ -20,8 +20,10 @@ from upweight.event_loop import EventLoop, settle
 from upweight.log import logger
 from upweight.rewards.invoke import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.local import InProcessRunner, start_async
+from upweight.rewards.parts import PartRewards, fitted
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import WorkerPool
+from upweight.types import Credit
 
 MAX_REWARD = 1e18  # whose square is a float32
 NOT_FINITE = "it returned NaN, infinity or more than 1e18; return None where a reward does not apply"
@@ -36,6 +38,7 @@ class RewardResult:
     """The rewards of a call, NaN if a reward does not apply or failed, and what the functions logged."""
 
     rewards_SR: Tensor
+    credits: dict[tuple[int, int], Credit] = field(default_factory=dict)  # of rewards that are sums over parts
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -167,7 +170,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                     if isinstance(outcome, RewardFailure):
                         reasons[outcome.reason] += stop - start
                         continue
-                    if not_finite := _store_scores(scores, number, offset + start, outcome):
+                    if not_finite := self._store_scores(scores, call, number, offset + start, outcome):
                         reasons[NOT_FINITE] += not_finite
                     for name, value in outcome.metrics:
                         logged.setdefault(name, []).append(value)
@@ -177,6 +180,30 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._note_failures(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
+
+    def _store_scores(
+        self, scores: RewardResult, call: RewardCall, number: int, start: int, answer: RewardValues
+    ) -> int:
+        """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
+        not_finite = 0
+        for position, value in enumerate(answer.values, start):
+            if value is None:
+                continue
+            credit: Credit = []
+            if isinstance(value, PartRewards):
+                where = f"reward '{self.names[number]}': completion {position}"
+                credit = fitted(value, call.completion_ids[position], call.text(position), call.decode, where)
+            values = [one for _, one in credit] if isinstance(value, PartRewards) else [value]
+            if not all(abs(one) <= MAX_REWARD for one in values):
+                not_finite += 1
+                continue
+            scores.rewards_SR[position, number] = math.fsum(values)
+            if isinstance(value, PartRewards):
+                scores.credits[position, number] = credit
+        for column, logged in answer.extras:
+            whole = scores.extras.setdefault(column, [None] * len(scores.rewards_SR))
+            whole[start : start + len(logged)] = logged
+        return not_finite
 
     def _note_failures(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
         """Count failures, warn each time they have doubled, and raise a UserError if every completion failed."""
@@ -206,18 +233,6 @@ class Scorer(AbstractContextManager["Scorer"]):
             raise UserError(f"reward '{name}' failed on all {count} completions: {reason}.{hint}")
         if warns:
             logger.warning("warning: reward '%s' failed on %d of %d completions: %s", name, failed, count, reason)
-
-
-def _store_scores(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
-    """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
-    known = [(position, value) for position, value in enumerate(answer.values, start) if value is not None]
-    finite = [(position, value) for position, value in known if abs(value) <= MAX_REWARD]
-    for position, value in finite:
-        scores.rewards_SR[position, number] = value
-    for column, values in answer.extras:
-        whole = scores.extras.setdefault(column, [None] * len(scores.rewards_SR))
-        whole[start : start + len(values)] = values
-    return len(known) - len(finite)
 
 
 def _state_methods(function: Any) -> list[Any] | None:

@@ -14,6 +14,7 @@ from upweight.errors import UserError
 from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.invoke import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.local import InProcessRunner
+from upweight.rewards.parts import PartRewards
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import Scorer
 
@@ -92,7 +93,9 @@ def _try_reward(reward: Reward, call: RewardCall, workers: int, timeout: float) 
             attempts = InProcessRunner().run(reward, as_text, timeout)
             values = [outcome.values for _, outcome in attempts if isinstance(outcome, RewardValues)]
             if len(values) == len(attempts):
-                return replace(trial, on_text=list(chain.from_iterable(values)))
+                flat = chain.from_iterable(values)
+                totals = [sum(v for _, v in one.pairs) if isinstance(one, PartRewards) else one for one in flat]
+                return replace(trial, on_text=totals)
     return trial
 
 

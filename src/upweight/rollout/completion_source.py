@@ -1,10 +1,12 @@
 """What fills groups with completions, and the source that a run without an environment has."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from upweight.types import Completion, Generator, Group, GroupDone, Sampling
+import numpy as np
+
+from upweight.types import Completion, Completions, Generator, Group, GroupDone, Prompts, Sampling
 
 
 class CompletionSource(Protocol):
@@ -35,3 +37,43 @@ class SingleTurn(CompletionSource):
         by_prompt = self.generator.generate(prompts, count, sampling, take if done is not None else None)
         for group, completions in zip(groups, by_prompt, strict=True):
             group.completions = completions
+
+
+@dataclass
+class WithDemonstrations(CompletionSource):
+    """Keeps the data's completion, or a teacher's, for a share of the prompts; another source fills the others."""
+
+    source: CompletionSource
+    share: float
+    teacher: Callable[[Prompts, int, Sampling], Completions] | None = None  # samples them; None: they are the data's
+
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
+        numbers = range(sampling.first, sampling.first + len(groups))
+        # Drawn by the place in the rollout, so that any number of ranks keeps the same.
+        kept = [np.random.default_rng((sampling.seed or 0, number, 1)).random() < self.share for number in numbers]
+        shown, left = ([index for index, keeps in enumerate(kept) if keeps == side] for side in (True, False))
+        for group in (groups[index] for index in shown if self.teacher is None):
+            truth = list(group.row["truth_ids"][0])
+            ids = truth[: sampling.max_new_tokens]
+            group.completions = [Completion(ids, [], [], len(ids) == len(truth), demonstration=True)] * count
+        if self.teacher is not None and shown:
+            seeded = _seeded(sampling, [numbers[index] for index in shown], count)
+            written = self.teacher([groups[index].prompt_ids for index in shown], count, seeded)
+            for index, completions in zip(shown, written, strict=True):
+                groups[index].completions = [replace(one, demonstration=True, logps=[]) for one in completions]
+        if left:
+            sampled = _seeded(sampling, [numbers[index] for index in left], count)
+            take = None if done is None else lambda index: done(left[index])
+            self.source([groups[index] for index in left], count, sampled, take)
+        if done is not None:
+            for index in shown:
+                done(index)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def _seeded(sampling: Sampling, numbers: Sequence[int], count: int) -> Sampling:
+    """Return the sampling with a seed for each completion of prompts at these places of the rollout."""
+    keys = [(sampling.seed or 0, number, member) for number in numbers for member in range(count)]
+    return replace(sampling, seeds=tuple(int(np.random.SeedSequence(key).generate_state(1)[0]) for key in keys))

@@ -8,8 +8,7 @@ for each completion and returns texts. `f(prompts, trainer) -> dict` gets the pr
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.completion_source import CompletionSource
 from upweight.sampler.hf_generate import generation_config
 from upweight.types import Completion, Completions, Done, Generator, Group, GroupDone, Prompts, Sampling
-from upweight.user_modules import describe_error
+from upweight.user_modules import named_errors
 
 TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 BACKEND_METHODS = ("generate", "require_room", "sync", "version", "close")
@@ -139,7 +138,7 @@ class CustomRollout(CompletionSource):
         return Completion([*prompt_rest, *ids], logps, [], finished=ended, sampled=sampled, prompt_len=len(prompt_rest))
 
     def _call_function(self, *arguments: Any, **options: Any) -> Any:
-        with _named_errors(f"trl.rollout_func: '{self.name}' failed"):
+        with named_errors(f"trl.rollout_func: '{self.name}' failed"):
             return self.function(*arguments, **options)
 
 
@@ -150,7 +149,7 @@ class CustomBackend:
         self, kind: Callable[..., Any], name: str, model: nn.Module, tokenizer: Any, options: Mapping[str, Any]
     ) -> None:
         self._key, self._model = f"trl.rollout_backend: '{name}'", model
-        with _named_errors(f"{self._key} cannot be built"):
+        with named_errors(f"{self._key} cannot be built"):
             self._backend: Generator = kind(model, tokenizer, **options)
         missing = [method for method in BACKEND_METHODS if not callable(getattr(self._backend, method, None))]
         if missing:
@@ -167,7 +166,7 @@ class CustomBackend:
             if done is not None:
                 done(index, completions)
 
-        with torch.no_grad(), dropout_off(self._model), _named_errors(f"{self._key}: generate failed"):
+        with torch.no_grad(), dropout_off(self._model), named_errors(f"{self._key}: generate failed"):
             by_prompt = self._backend.generate(prompts, count, sampling, report)
             self._check_completions(by_prompt, len(prompts), count)
         for index, completions in enumerate(by_prompt):
@@ -187,31 +186,20 @@ class CustomBackend:
                 raise UserError(f"{self._key}: {problem}. {remedy}")
 
     def require_room(self, prompt: int, new: int) -> None:
-        with _named_errors(f"{self._key}: require_room failed"):
+        with named_errors(f"{self._key}: require_room failed"):
             self._backend.require_room(prompt, new)
 
     def sync(self, version: int) -> None:
-        with torch.no_grad(), _named_errors(f"{self._key}: sync failed"):
+        with torch.no_grad(), named_errors(f"{self._key}: sync failed"):
             self._backend.sync(version)
 
     def version(self) -> int:
-        with _named_errors(f"{self._key}: version failed"):
+        with named_errors(f"{self._key}: version failed"):
             return self._backend.version()
 
     def close(self) -> None:
-        with _named_errors(f"{self._key}: close failed"):
+        with named_errors(f"{self._key}: close failed"):
             self._backend.close()
-
-
-@contextmanager
-def _named_errors(what: str) -> Iterator[None]:
-    """Turn errors of the user's code into one line that says what failed and where."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # the user's code
-        raise UserError(f"{what}: {describe_error(error)}") from error
 
 
 class RolloutTokenizer:

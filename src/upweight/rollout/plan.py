@@ -1,8 +1,10 @@
 """The sizes of a rollout, and the order in which prompts are sampled."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +47,8 @@ class PromptOrder:
         self.position = 0  # rows taken so far, over all epochs
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, step: int = 0) -> list[int]:
+        """Return the numbers of the next rows, which do not depend on the step."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, start = divmod(self.position, self.rows)
@@ -53,6 +56,14 @@ class PromptOrder:
             taken += part
             self.position += len(part)
         return taken
+
+    def state(self) -> dict[str, Any]:
+        """Return where it stands, as JSON values."""
+        return {"position": self.position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to where it stood."""
+        self.position = state["position"]
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:

@@ -18,11 +18,14 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.scorer import RewardResult, Scorer
 from upweight.rollout.completion_source import CompletionSource
+from upweight.rollout.credit import credit_tokens
+from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.scoring import assign_rewards, reward_call
 from upweight.rollout.summary import has_signal, join_metrics, summary
+from upweight.rollout.user_advantages import add_user_advantages
 from upweight.types import Group, Prompts, Sampling
 
 
@@ -46,7 +49,7 @@ class Producer:
     method: Method
     plan: Plan
     rows: PromptRows
-    order: PromptOrder
+    order: PromptOrder | FedPrompts
     completion_source: CompletionSource
     scorer: Scorer
     sampling: Sampling
@@ -70,7 +73,7 @@ class Producer:
         if self.reroll is not None:
             steps = getattr(trainer_state, "max_steps", 0)
             rerolled = self.reroll.take(trainer_state.global_step / steps if steps else 0.0, self.plan.groups)
-        fresh = self.order.take(self.plan.groups - len(rerolled))
+        fresh = self.order.take(self.plan.groups - len(rerolled), getattr(trainer_state, "global_step", 0))
         arguments = self.rows, [*fresh, *rerolled], self.plan.group_size, (number, 0), trainer_state
         groups, metrics = self._sample_groups(*arguments)
         if reason := _failed_throughout(groups):  # as when a server restarts during a rollout
@@ -119,7 +122,7 @@ class Producer:
             without_signal = [index for index, group in enumerate(groups) if not has_signal(group)]
             if not without_signal:
                 break
-            numbers = self.order.take(len(without_signal))
+            numbers = self.order.take(len(without_signal), getattr(trainer_state, "global_step", 0))
             fresh, _ = self._sample_groups(self.rows, numbers, self.plan.group_size, (number, attempt), trainer_state)
             sampled += len(without_signal)
             for index, group in zip(without_signal, fresh, strict=True):
@@ -145,7 +148,7 @@ class Producer:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""
         return {
-            "position": self.order.position,
+            **self.order.state(),
             "rollouts": self.num_rollouts,
             "tokens": self.tokens,
             "rewards": self.scorer.state(),
@@ -154,7 +157,8 @@ class Producer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.order.position, self.num_rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
+        self.order.restore(state)
+        self.num_rollouts, self.tokens = state["rollouts"], state["tokens"]
         self.scorer.restore(state["rewards"])
         if self.replay is not None:
             self.replay.restore(state.get("replay") or [], self.rows)
@@ -202,7 +206,8 @@ class Producer:
         scores_here = rest and not self.method.computed_rewards
         with activity(f"scoring by {', '.join(self.names)} (trl.reward_timeout: {self.scorer.timeout:g} s a call)"):
             scored = [(rest, self.scorer.score(reward_call(rest, self.decode, trainer_state)))] if scores_here else []
-            metrics = assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+            results = [*((part, future.result()) for part, future in streamed), *scored]
+            metrics = assign_rewards(results, by_part=self.method.discount is not None)
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them
         segments = [segment for group in groups for one in group.completions for segment in one.segments]
@@ -220,9 +225,14 @@ class Producer:
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
         if compared is not None:
             group_S = torch.arange(len(rewards_SR)) // compared
+        if (call := self.method.advantage_function) is not None:
+            add_user_advantages(call, groups, group_S, self.method, log_ratio_S)
+            return
         advantage_S = self.method.advantages(rewards_SR, group_S, log_ratio_S)
         for group, group_advantage_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = group_advantage_S
+        if self.method.discount is not None:
+            credit_tokens(groups, group_S, self.method, self.method.discount)
 
 
 def _failed_throughout(groups: Sequence[Group]) -> str | None:

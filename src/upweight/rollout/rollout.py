@@ -9,7 +9,13 @@ import torch
 
 from upweight.types import Completion, Group
 
-TOKEN_COLUMNS = ("prompt_ids", "truth_ids", "ids", "loss_mask")  # of a row; other columns have the same as text
+TOKEN_COLUMNS = (
+    "prompt_ids",
+    "teacher_prompt_ids",
+    "truth_ids",
+    "ids",
+    "loss_mask",
+)  # of a row; other columns have the same as text
 
 
 class PromptRows(Protocol):
@@ -92,6 +98,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
         for index, completion in enumerate(group.completions):
             scores = zip(names, rewards[index], strict=True)
+            parts = {names[number]: credit for (at, number), credit in group.credits.items() if at == index}
             yield {
                 **{name: value for name, value in group.row.items() if name not in TOKEN_COLUMNS},
                 "rollout": rollout.number,
@@ -103,6 +110,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "finished": completion.finished,
                 "rewards": {name: None if math.isnan(value) else value for name, value in scores},
                 "advantage": advantages[index] if advantages else None,
+                **({"reward_parts": parts} if parts else {}),
                 **{name: values[index] for name, values in group.extras.items()},
                 **({} if completion.failure is None else {"failure": completion.failure}),
             }

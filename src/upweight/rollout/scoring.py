@@ -32,13 +32,14 @@ def reward_call(groups: Sequence[Group], decode: Callable[[list[int]], str], tra
         completion_ids=[one.completion_ids for *_, one in each],
         columns=columns,
         group_S=[index for index, *_ in each],
+        decode=decode,
         environments=[group.environments[number] if group.environments else None for _, group, number, _ in each],
         trainer_state=trainer_state,
     )
 
 
-def assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]]) -> dict[str, float]:
-    """Set the rewards of groups, and return the metrics of all calls of the scorer."""
+def assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]], *, by_part: bool = False) -> dict[str, float]:
+    """Set the rewards of groups, with `by_part` also where they were earned; return the metrics of all calls."""
     for groups, scores in scored:
         start = 0
         for group in groups:
@@ -46,6 +47,9 @@ def assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]]) -> dict[s
             stop = start + len(kept)
             group.rewards_SR = torch.full((len(group.completions), scores.rewards_SR.shape[1]), torch.nan)
             group.rewards_SR[kept] = scores.rewards_SR[start:stop]
+            numbers = dict(enumerate(kept, start))
+            placed = [(at, reward, credit) for (at, reward), credit in scores.credits.items() if at in numbers]
+            group.credits = {(numbers[at], reward): credit for at, reward, credit in placed} if by_part else {}
             for name, values in scores.extras.items():
                 group.extras[name] = [None] * len(group.completions)
                 for number, value in zip(kept, values[start:stop], strict=True):

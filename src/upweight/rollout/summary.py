@@ -15,8 +15,11 @@ from upweight.types import Group
 
 
 def has_signal(group: Group) -> bool:
-    """Whether some reward differs between a group's completions."""
-    return any(bool(column.max() > column.min()) for column in _applicable_rewards(group) if len(column))
+    """Whether some reward, or where in a completion it was earned, differs between a group's completions."""
+    if any(bool(column.max() > column.min()) for column in _applicable_rewards(group) if len(column)):
+        return True
+    placed = {(reward, tuple(credit)) for (_, reward), credit in group.credits.items()}
+    return len(placed) > len({reward for reward, _ in placed})
 
 
 def spread(group: Group) -> float:
@@ -32,12 +35,14 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
     without_signal = [not has_signal(group) for group in groups]
     sizes = [len(group.rewards_SR) for group in groups if group.rewards_SR is not None]
     spreads = [value for part_S in reward_S.split(sizes) if not math.isnan(value := _std(part_S))]
-    metrics = {
-        "reward": _mean(reward_S),
-        "reward_std": _std(reward_S),
-        "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
-        "frac_reward_zero_std": sum(without_signal) / len(without_signal),
-    }
+    metrics: dict[str, float] = {}
+    if rewards_SR.shape[1]:
+        metrics = {
+            "reward": _mean(reward_S),
+            "reward_std": _std(reward_S),
+            "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
+            "frac_reward_zero_std": sum(without_signal) / len(without_signal),
+        }
     if len(known_S := reward_S[~reward_S.isnan()]):
         metrics |= {"reward_min": float(known_S.min()), "reward_max": float(known_S.max())}
     # A method that computes its rewards itself logs them under other names.

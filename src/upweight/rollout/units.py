@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -28,17 +29,33 @@ def units_of_groups(
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             masked = mask_truncated and not completion.finished
             segments = [
-                _sample_of(group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps)
+                _sample_of(
+                    group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps, version=group.version
+                )
                 for segment in completion.segments
             ]
             tokens = [int(segment.loss_mask.sum()) for segment in segments]
             shares = [count / sum(tokens) if sum(tokens) else 1 / len(segments) for count in tokens]
             parts = zip(segments, shares, strict=True)
-            units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), group_index))
-    failures = [completion.failure is not None for group in groups for completion in group.completions]
-    if any(failures) or labelled:
-        units = [_with_label(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
+            samples = tuple(replace(segment, share=share) for segment, share in parts)
+            units.append(Unit(samples, group_index, **_of_teacher(group)))
+    labels = [_label(completion) for group in groups for completion in group.completions]
+    if any(labels) or labelled:
+        units = [_with_label(unit, label) for unit, label in zip(units, labels, strict=True)]
     return units
+
+
+def _of_teacher(group: Group) -> dict[str, Any]:
+    """Return the fields of a unit about its teacher."""
+    prompt = group.row.get("teacher_prompt_ids")
+    seen = None if prompt is None else (len(group.prompt_ids), np.array(prompt, np.int64))
+    return {"teacher": group.row.get("teacher_id"), "teacher_prompt": seen}
+
+
+def _label(completion: Completion) -> int:
+    if completion.failure is not None:
+        return FAILED
+    return DEMONSTRATION if completion.demonstration else SAMPLED
 
 
 def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:
@@ -67,7 +84,13 @@ def _with_label(unit: Unit, label: int) -> Unit:
 
 
 def _sample_of(
-    prompt: Sequence[int], completion: Completion, advantage: float, *, masked: bool = False, with_logps: bool = False
+    prompt: Sequence[int],
+    completion: Completion,
+    advantage: float,
+    *,
+    masked: bool = False,
+    with_logps: bool = False,
+    version: int = 0,
 ) -> Sample:
     length = len(completion.ids)
     sampled = np.full(length, not masked)
@@ -76,9 +99,12 @@ def _sample_of(
     logps = None
     if with_logps and len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]
+    versions = completion.versions if len(completion.versions) == length else [version] * length
     return Sample(
         ids=np.array([*prompt, *completion.ids], np.int64),
         loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
         sampler_logps=logps,
+        versions=np.array(versions, np.float32)[sampled],
+        token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
     )

@@ -12,22 +12,47 @@ from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
 from upweight.config.sections.run import TrackingSection
+from upweight.config.sections.training import OptimSection
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.models.precision import Sharding
 from upweight.settings import values_by_path
 from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
+from upweight.user_modules import is_path
 
 DEFAULT_SAVE_STEPS = 500  # of transformers
 # Optimizers for which transformers has a longer name only.
 LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
 # Keys with the name of an argument that are used elsewhere.
 NOT_PASSED_ON = {"deepspeed", "fsdp", "gradient_checkpointing_kwargs", "resume_from_checkpoint"}
+NOT_PASSED_ON |= {"optim_args", "lr_scheduler_kwargs"}
 TRACKER_VARIABLES = {
     **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
     "MLFLOW_TRACKING_URI": "mlflow_uri",
     "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment",
+    **{f"COMET_{key.upper()}": f"comet_{key}" for key in ("api_key", "workspace", "experiment_key", "mode")},
+    "COMET_PROJECT_NAME": "comet_project",
+    "COMET_START_ONLINE": "comet_online",
+    **{
+        f"SWANLAB_{key.upper()}": f"swanlab_{key}" for key in ("api_key", "project", "workspace", "description", "mode")
+    },
+    **{f"SWANLAB_{key.upper()}": f"swanlab_{key}" for key in ("web_host", "api_host")},
 }
+# Options of Comet's ExperimentConfig, which transformers does not pass on, by the variable that Comet reads for each.
+COMET_VARIABLES = {
+    "disabled": "COMET_AUTO_LOG_DISABLE", "parse_args": "COMET_AUTO_LOG_CLI_ARGUMENTS",
+    "display_summary_level": "COMET_DISPLAY_SUMMARY_LEVEL", "auto_output_logging": "COMET_AUTO_LOG_OUTPUT_LOGGER",
+    "auto_param_logging": "COMET_AUTO_LOG_PARAMETERS", "auto_metric_logging": "COMET_AUTO_LOG_METRICS",
+    "auto_metric_step_rate": "COMET_AUTO_LOG_METRIC_STEP_RATE", "offline_directory": "COMET_OFFLINE_DIRECTORY",
+    "auto_histogram_epoch_rate": "COMET_AUTO_LOG_HISTOGRAM_EPOCH_RATE",
+    "auto_histogram_gradient_logging": "COMET_AUTO_LOG_HISTOGRAM_GRADIENTS",
+    "auto_histogram_activation_logging": "COMET_AUTO_LOG_HISTOGRAM_ACTIVATIONS",
+    "auto_histogram_tensorboard_logging": "COMET_AUTO_LOG_HISTOGRAM_TENSORBOARD",
+    "auto_histogram_weight_logging": "COMET_AUTO_LOG_HISTOGRAM_WEIGHTS",
+    "distributed_node_identifier": "COMET_DISTRIBUTED_NODE_IDENTIFIER",
+    "name": "COMET_START_EXPERIMENT_NAME", "tags": "COMET_START_EXPERIMENT_TAGS",
+}  # fmt: skip
 
 
 def training_arguments(
@@ -42,20 +67,16 @@ def training_arguments(
     """Return the arguments of the loop, from a config or from the `script_args` of a trainer."""
     if script_args is not None:
         return _script_arguments(config, script_args, sharding, dtype)
-    optim, run, extra = config.optim, config.run, config.optim.optimizer_args
+    optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
     metric, more_is_better = _best_metric(config)
-    plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
     tf32 = is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
     arguments = _passed_on(config)
     arguments |= dict(
         per_device_eval_batch_size=optim.eval_batch_size or step_size(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
-        optim=LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer),
-        optim_args=",".join(f"{key}={value}" for key, value in extra.items()) if isinstance(extra, dict) else extra,
-        lr_scheduler_type=optim.scheduler,
-        lr_scheduler_kwargs=plateau | optim.scheduler_args,
+        **_optimizer_arguments(optim, more_is_better=more_is_better),
         warmup_steps=_warmup_steps(config, total),
         data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
@@ -78,6 +99,20 @@ def training_arguments(
         return TrainingArguments(**arguments)
     except ValueError as error:
         raise UserError(f"transformers does not take these settings together: {error}") from error
+
+
+def _optimizer_arguments(optim: OptimSection, *, more_is_better: bool | None) -> dict[str, Any]:
+    """Return optimizer and schedule; those that `user_code.py` builds, the user's and Muon, have none."""
+    arguments: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    if not is_path(optim.optimizer) and optim.optimizer != "muon":
+        extra = optim.optimizer_args
+        arguments["optim"] = LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer)
+        is_mapping = isinstance(extra, dict)
+        arguments["optim_args"] = ",".join(f"{key}={value}" for key, value in extra.items()) if is_mapping else extra
+    if not is_path(optim.scheduler):
+        plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
+        arguments |= {"lr_scheduler_type": optim.scheduler, "lr_scheduler_kwargs": plateau | optim.scheduler_args}
+    return arguments
 
 
 def _passed_on(config: Config) -> dict[str, Any]:
@@ -129,6 +164,24 @@ def _script_arguments(
     return TrainingArguments(**{f.name: getattr(arguments, f.name) for f in fields(TrainingArguments) if f.init})
 
 
+def refuse_dispatch(arguments: TrainingArguments | None) -> None:
+    """Raise a UserError if a script asks that one rank reads a stream for all."""
+    accelerate: Any = arguments and arguments.accelerator_config
+    if accelerate and accelerate.dispatch_batches:
+        problem = "Iterable datasets require `dispatch_batches=False`: every rank reads the stream"
+        raise UserError(f"accelerator_config: {problem}.")
+
+
+def set_for_feed(arguments: TrainingArguments) -> None:
+    """Set what a loop needs whose rows come from a feed, which restores its position and reads ahead by itself."""
+    arguments.ignore_data_skip = True
+    accelerate: Any = arguments.accelerator_config
+    accelerate.dispatch_batches = False
+    if arguments.dataloader_num_workers:
+        warn_once("dataloader_num_workers: no effect on a stream or mixture; 'dataset_num_proc' processes encode it")
+    arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
+
+
 def _warmup_steps(config: Config, total: int) -> int:
     """Return the steps of linear warm-up; by default 3% of all, at most 100."""
     optim = config.optim
@@ -146,7 +199,7 @@ def _best_metric(config: Config) -> tuple[str | None, bool | None]:
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
     compared = compared or config.optim.scheduler == "reduce_lr_on_plateau"
-    default = "reward" if config.method.online else "loss"  # online evaluations have no loss
+    default = "reward" if config.method.online and not config.method.evaluates_loss else "loss"
     metric = run.best_metric or (default if compared else None)
     by_name = None if metric is None else not metric.endswith("loss")
     return metric, by_name if run.greater_is_better is None else run.greater_is_better
@@ -164,8 +217,9 @@ def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, A
         saved = saving.get("save_steps", DEFAULT_SAVE_STEPS)
         every = evaluating.setdefault("eval_steps", saved)
         saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
-    # Progress of an online run shows against the rewards before the first step.
-    on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.set_keys)
+    # Progress of an online run, and of one that answers held-out prompts, shows against the model before training.
+    shows_progress = config.method.online or run.eval_samples > 0
+    on_start = run.eval_on_start or (shows_progress and "eval_on_start" not in config.set_keys)
     return {**saving, **evaluating, "eval_on_start": on_start}
 
 
@@ -191,7 +245,11 @@ def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) 
 def enabled_trackers(tracking: TrackingSection) -> list[str]:
     """Return the trackers that the config turns on."""
     wandb = tracking.wandb_project is not None if tracking.wandb is None else tracking.wandb
-    others = [tracker for tracker in ("mlflow", "tensorboard", "trackio") if getattr(tracking, tracker)]
+    others = [
+        tracker for tracker in ("mlflow", "tensorboard", "trackio", "comet", "swanlab") if getattr(tracking, tracker)
+    ]
+    # Comet's name in transformers is that of its package.
+    others = ["comet_ml" if tracker == "comet" else tracker for tracker in others]
     return ["wandb", *others] if wandb else others
 
 
@@ -199,6 +257,7 @@ def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
     """Return the TrainingArguments of the trackers."""
     enabled = enabled_trackers(tracking)
     names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
+    names |= {"swanlab": tracking.swanlab_experiment, "comet_ml": tracking.comet_options.get("name")}
     arguments: dict[str, Any] = {
         "report_to": enabled or "none",
         "run_name": next((names[tracker] for tracker in enabled if names.get(tracker)), None),
@@ -214,5 +273,8 @@ def set_variables(tracking: TrackingSection) -> None:
     for variable, field in TRACKER_VARIABLES.items():
         if (value := getattr(tracking, field)) is not None:
             os.environ[variable] = str(value)
+    for option, value in tracking.comet_options.items():
+        variable = COMET_VARIABLES.get(option, f"COMET_AUTO_{option.upper()}")  # log_code: COMET_AUTO_LOG_CODE
+        os.environ[variable] = str(value)
     if tracking.mlflow_artifacts:
         os.environ["HF_MLFLOW_LOG_ARTIFACTS"] = "1"

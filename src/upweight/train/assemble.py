@@ -1,7 +1,7 @@
 """Build the parts of a trainer from a config, for runs from YAML and for scripts alike."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
+from upweight.config.rules.feeds import PRECOMPUTED_STREAM
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
+from upweight.data.stream.ahead import EncodePool
+from upweight.data.stream.build import build_feed, is_fed, script_feed, script_stream, streamed_evaluation
+from upweight.data.stream.feed import RowFeed
+from upweight.data.stream.source import StreamSource, stored_and_closed
 from upweight.engine.context_parallel import require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
@@ -25,7 +30,9 @@ from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
-from upweight.train.arguments import set_variables, step_size, training_arguments
+from upweight.train.arguments import refuse_dispatch, set_for_feed, set_variables, step_size, training_arguments
+from upweight.train.distill.load import TeacherLoader
+from upweight.train.distill.teachers import LocalTeacher
 from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
@@ -38,6 +45,7 @@ from upweight.train.policy import Policy, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
+from upweight.train.user_code import NONE, UserCode, load_user_code
 
 
 @dataclass
@@ -55,6 +63,7 @@ class TrainerParts:
     lr_rule: LrRule | None = None
     callbacks: Sequence[TrainerCallback] = ()
     objects: Objects = YAML_ONLY
+    user_code: UserCode = NONE
     recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # context manager around a script's training
 
 
@@ -69,28 +78,36 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_seed(config.optim.seed)
     tokenizer = _load_tokenizer(config, objects)
     data = _prepare_data(config, objects, tokenizer)
+    if isinstance(data.train, RowFeed):
+        refuse_dispatch(objects.arguments)
     env_setup = environment_setup(config, objects)
-    rewards = build_rewards(config, device, list(data.train[0]), env_setup, objects) if config.method.online else []
+    first = data.train.first() if isinstance(data.train, RowFeed) else data.train[0]
+    rewards = build_rewards(config, device, list(first), env_setup, objects) if config.method.online else []
+    steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
-    steps, on_cpu = _steps_per_epoch(config, len(data.train), ranks.num_processes), device.type == "cpu"
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
+    if isinstance(data.train, RowFeed):
+        set_for_feed(arguments)
+    user_code = NONE if objects.from_script else load_user_code(config)
     online = config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
+    loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
     policy = make_policy(
         model,
         config.method,
         dtype,
         device,
-        longest=longest_of(data.train, *eval_sets) + (online.max_completion_length if online else 0),
+        longest=_longest(config, data.train, eval_sets) + (online.max_completion_length if online else 0),
         tokenizer=tokenizer,
         optim=config.optim,
         section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
+        load_teachers=loader if config.method.needs_teacher else None,
         prepared=data.folder,
         sharding=sharding,
         context=context,
@@ -102,11 +119,12 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         eval_dataset=data.evaluation,
         encode=data.encode,
         rollouts=build_rollouts(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
-        shuffle=not config.data.curriculum,
+        shuffle=not (config.data.curriculum or config.data.curriculum_column),
         allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
-        callbacks=[*objects.callbacks, *_sync_callbacks(policy, objects)],
+        callbacks=[*objects.callbacks, *(build() for build in user_code.callbacks), *_sync_callbacks(policy, objects)],
         objects=objects,
+        user_code=user_code,
         recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 
@@ -136,7 +154,7 @@ def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
 class Data:
     """Prepared training and evaluation rows, and a function that prepares more."""
 
-    train: Dataset
+    train: Dataset | RowFeed
     evaluation: Any  # a Dataset, several by their names, or None
     folder: Path | None  # the cache of the prepared training rows; None: not cached
     encode: Callable[..., Dataset] | None = None  # (raw rows, name of their argument) -> prepared rows
@@ -147,16 +165,32 @@ def _prepare_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Dat
     if objects.read_rows is not None:
         return _script_data(config, objects, tokenizer)
     data = local_rank0_first(partial(prepare, config, tokenizer))
+    if data is not None:
+        _log_dropped_rows(data)
+    streamed = streamed_evaluation(config, tokenizer)
+    if streamed is not None and data is not None and data.evaluation is not None:
+        raise UserError("test_datasets: some are streamed and some are not. Set 'streaming' alike for all of them.")
+    if is_fed(config.data):
+        return _fed_data(config, tokenizer, data, streamed)
+    assert data is not None, "what is not streamed is prepared"
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
-    _log_dropped_rows(data)
     if data.template is not None:
         tokenizer.chat_template = data.template  # which is saved with the model
-    evaluation, ebft = data.evaluation, feature_matcher(config.method)
+    evaluation, ebft = streamed or data.evaluation, feature_matcher(config.method)
     if ebft is None or not ebft.strided:
         return Data(data.train, evaluation, data.folder)
     train = with_blocks(data.train, ebft, "training")  # drops documents that are shorter than a block
     return Data(train, None if evaluation is None else with_blocks(evaluation, ebft, "evaluation"), data.folder)
+
+
+def _fed_data(config: Config, tokenizer: Tokenizer, prepared: Prepared | None, streamed: Dataset | None) -> Data:
+    """Return the feed of streams and mixtures; `prepared` are the rows that are not streamed, `streamed` evaluate."""
+    fed = build_feed(config, tokenizer, prepared)
+    if fed.template is not None:
+        tokenizer.chat_template = fed.template
+    fed.feed.prefetch()  # its processes start before the model takes memory
+    return Data(fed.feed, streamed or (prepared and prepared.evaluation), prepared and prepared.folder)
 
 
 def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
@@ -167,8 +201,14 @@ def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data
     if why is not None:
         warn_once(f"dataset_prepared_path: {why}; rows are prepared anew each time. Name another folder.")
 
-    def encode(raw: Any, where: str, *, keep: bool = cached, trains: bool = False) -> Prepared:
+    def encode(
+        raw: Any, where: str, *, keep: bool = cached, trains: bool = False, pool: EncodePool | None = None
+    ) -> Prepared | StreamSource:
         rows, section = read(raw, where)
+        if isinstance(rows, IterableDataset):
+            row_config = dataclasses.replace(config, data=section)
+            reading = EncodePool(config.data.processes) if pool is None else pool
+            return script_stream(row_config, tokenizer, rows, where, reading, trains=trains)
         order = {"shuffle_merged": trains and section.shuffle_merged, "curriculum": False}
         row_config = dataclasses.replace(config, data=section.model_copy(update=order))
         work = partial(prepare_given, row_config, tokenizer, rows, where, trains=trains, keep=keep)
@@ -176,15 +216,22 @@ def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data
         _log_dropped_rows(data, objects.translate_error)
         return data
 
-    train = encode(objects.train_dataset, "train_dataset", trains=True)
-    eval_sets = {name: encode(rows, name).train for name, rows in objects.eval_sets().items()}
-    several = isinstance(objects.eval_dataset, Mapping)
-    return Data(
-        train.train,
-        eval_sets if several else eval_sets.get("eval_dataset"),
-        train.folder if cached else None,
-        lambda rows, where="eval_dataset": encode(rows, where, keep=False).train,
-    )
+    def encode_eval(raw: Any, where: str = "eval_dataset", *, keep: bool = False) -> Dataset:
+        if isinstance(raw, IterableDataset) and config.method.precomputes_reference:
+            raise UserError(PRECOMPUTED_STREAM)
+        data = encode(raw, where, keep=keep and cached)
+        return data.train if isinstance(data, Prepared) else stored_and_closed(data)
+
+    eval_sets = {name: encode_eval(rows, name, keep=True) for name, rows in objects.eval_sets().items()}
+    evaluation = eval_sets if isinstance(objects.eval_dataset, Mapping) else eval_sets.get("eval_dataset")
+    pool, given = EncodePool(config.data.processes), objects.train_sets()
+    parts = {name: encode(rows, name, trains=True, pool=pool) for name, rows in given.items()}
+    (first, *others) = parts.values()
+    if isinstance(first, Prepared) and not others:
+        return Data(first.train, evaluation, first.folder if cached else None, encode_eval)
+    feed = script_feed(config, parts, pool)
+    feed.prefetch()
+    return Data(feed, evaluation, None, encode_eval)
 
 
 def _log_dropped_rows(data: Prepared, translate_error: Callable[[str], str] = str) -> None:
@@ -194,9 +241,24 @@ def _log_dropped_rows(data: Prepared, translate_error: Callable[[str], str] = st
             logger.warning("%s", translate_error(line))
 
 
-def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
-    """Return the number of optimizer steps in one pass over the rows."""
+def _longest(config: Config, train: Dataset | RowFeed, eval_sets: Iterable[Dataset | None]) -> int:
+    """Return the tokens of the longest sequence, which for a stream is what the settings allow."""
+    if not isinstance(train, RowFeed):
+        return longest_of(train, *eval_sets)
+    data = config.data
+    bound = (data.max_prompt_length or 0) if config.method.data == "prompts" else data.sequence_len
+    return max(bound, longest_of(*eval_sets))
+
+
+def _steps_per_epoch(config: Config, train: Dataset | RowFeed, ranks: int) -> int:
+    """Return the number of optimizer steps in one pass over the rows; for a stream of unknown length, of the run."""
     ranks //= config.sharding.context_parallel_size
+    rows = train.epoch_rows if isinstance(train, RowFeed) else len(train)
+    if rows is None:
+        if not config.optim.max_steps:
+            problem = "needed to train on a stream, whose length is not known"
+            raise UserError(f"max_steps: {problem}. Set how many optimizer steps to train.")
+        return config.optim.max_steps
     if config.method.online:
         return build_plan(config, ranks).steps_per_epoch(rows)
     sampler = StepBatchSampler(rows, step_size(config) * ranks, 0, shuffle=False, drop_last=config.data.drop_last)
@@ -218,7 +280,9 @@ def _sync_callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = []
     if objects.from_script and policy.copies is not None:
         callbacks.append(PlainModelAfterwards(policy.copies, following=objects.optimizers[0] is None))
-    if policy.reference is not None and policy.method.reference_sync is not None:
-        assert isinstance(policy.reference, SyncedReference), "`reference_kind` chooses one that can follow"
-        callbacks.append(SyncReference(policy.reference, policy.method.reference_sync))
+    taught = [] if policy.teachers is None else policy.teachers.by_name.values()
+    references = [policy.reference, *(one.reference for one in taught if isinstance(one, LocalTeacher))]
+    sync = policy.method.reference_sync
+    if sync is not None:
+        callbacks += [SyncReference(one, sync) for one in references if isinstance(one, SyncedReference)]
     return callbacks

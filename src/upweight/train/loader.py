@@ -1,17 +1,28 @@
-"""The loader of offline methods: one item holds the units of one optimizer step, of all ranks."""
+"""The loaders of offline methods: one item holds the units of one optimizer step, of all ranks."""
 
+import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
+from transformers import TrainerCallback
 
+from upweight.data.stream.feed import RowFeed
 from upweight.data.units import units_of
+from upweight.errors import UserError
+from upweight.files import write_text
 from upweight.methods.base import Method
 from upweight.types import Unit
+
+FEED_STATE = "stream.json"
+STEPS_KEPT = 4  # whose units can be shown after a loss of NaN
 
 
 @dataclass(eq=False)
@@ -54,3 +65,57 @@ def step_loader(rows: Any, method: Method, sampler: StepBatchSampler, **options:
     # In shuffled rows, two completions of one prompt are rarely in the same step.
     collate = partial(_collate, method=method, compare=not sampler.shuffle)
     return DataLoader(rows, batch_sampler=sampler, collate_fn=collate, **options)
+
+
+class FeedLoader:
+    """The loader of a feed: yields the remaining steps of an epoch, or steps without end where its length is unknown.
+
+    Every rank takes all rows of a step and packs its share of them, so no rank is ahead of another.
+    """
+
+    def __init__(
+        self, feed: RowFeed, method: Method, batch_size: int, steps_done: Callable[[], int], *, compare: bool
+    ) -> None:
+        self.dataset, self.method, self.batch_size = feed, method, batch_size
+        self.steps_done, self.compare = steps_done, compare
+        self._last: deque[tuple[int, list[Unit]]] = deque(maxlen=STEPS_KEPT)
+
+    def __len__(self) -> int:
+        rows: int = len(self.dataset)
+        return (rows + self.batch_size - 1) // self.batch_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        known = self.dataset.epoch_rows is not None
+        for _ in range(self.steps_done() % len(self), len(self)) if known else count():
+            step = self.steps_done()
+            rows = self.dataset.take(self.batch_size, step)
+            units = units_of([fed.row for fed in rows], self.method, compare=self.compare)
+            self._last.append((step, units))
+            yield {"units": units, "sources": [rows[unit.group].source for unit in units]}
+
+    def units_of_step(self, step: int) -> list[Unit]:
+        """Return the units of one of the last steps; none of an earlier one."""
+        return next((units for number, units in self._last if number == step), [])
+
+
+class SaveFeed(TrainerCallback):
+    """Saves where a feed stands to each checkpoint."""
+
+    def __init__(self, feed: RowFeed) -> None:
+        self.feed = feed
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            write_text(folder / FEED_STATE, json.dumps(self.feed.state()))
+
+
+def restore_feed(feed: RowFeed, checkpoint: Path) -> None:
+    """Let a feed go on from where it stood at a checkpoint."""
+    if not (checkpoint / FEED_STATE).is_file():
+        raise UserError(f"resume_from_checkpoint: {checkpoint} has no {FEED_STATE}: no run on these streams wrote it.")
+    state = json.loads((checkpoint / FEED_STATE).read_text(encoding="utf-8"))
+    if len(state["sources"]) != len(feed.sources):
+        problem = f"was written with {len(state['sources'])} datasets, and there are {len(feed.sources)} now"
+        raise UserError(f"resume_from_checkpoint: {checkpoint} {problem}. Restore `datasets`, or begin a new run.")
+    feed.restore(state)

@@ -9,13 +9,14 @@ import torch
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
-from upweight.config.sections.training import FROM_BITSANDBYTES
+from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE
 from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import enabled_trackers
 from upweight.train.distributed.deepspeed import NOT_INSTALLED
+from upweight.train.user_code import load_user_code
 
 # Optimizers by the package they come from, and what pip calls it.
 SCHEDULE_FREE = ("schedulefree", "schedulefree")
@@ -24,6 +25,8 @@ OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), ("torchao", "torchao")),
     **dict.fromkeys(("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"), SCHEDULE_FREE),
     "stable_adamw": ("optimi", "torch-optimi"),
+    **dict.fromkeys(GALORE, ("galore_torch", "galore-torch")),
+    "apollo_adamw": ("apollo_torch", "apollo-torch"),
 }
 
 
@@ -47,9 +50,12 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
-            yield f"use_{tracker}: the tracker is not installed: pip install {tracker}."
+            yield f"use_{tracker.removesuffix('_ml')}: the tracker is not installed: pip install {tracker}."
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
+    if (config.teacher.load_in_4bit or config.teacher.load_in_8bit) and not _installed("bitsandbytes"):
+        keys = "distill.teacher_load_in_4bit, distill.teacher_load_in_8bit"
+        yield f"{keys}: a quantised teacher needs bitsandbytes: pip install bitsandbytes."
     if config.sharding.deepspeed is not None and not _installed("deepspeed"):
         yield NOT_INSTALLED
     colocated = config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "colocate"
@@ -71,13 +77,21 @@ def folders(config: Config) -> Iterator[str]:
         yield str(error)
 
 
+def users(config: Config) -> Iterator[str]:
+    """Check that what a config names by path can be loaded, with the options it is given."""
+    try:
+        load_user_code(config)
+    except UserError as error:
+        yield str(error)
+
+
 def _installed(name: str) -> bool:
     return name in sys.modules or find_spec(name) is not None
 
 
 def check_machine(config: Config, *, trains: bool = True) -> list[str]:
     """Return what prevents a run on this machine, each with its YAML path; servers are not contacted."""
-    return [*gpus(config), *packages(config, trains=trains), *folders(config)]
+    return [*gpus(config), *packages(config, trains=trains), *folders(config), *users(config)]
 
 
 def require_machine(config: Config, *, trains: bool) -> None:

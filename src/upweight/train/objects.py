@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
@@ -13,7 +13,7 @@ from upweight.config.sections.data import DataSection
 
 Model = PreTrainedModel | PeftModel
 Tokenizer = PreTrainedTokenizerBase
-ReadRows = Callable[[Any, str], tuple[Dataset, DataSection]]
+ReadRows = Callable[[Any, str], tuple[Dataset | IterableDataset, DataSection]]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Objects:
     model: Model | None = None  # None: loaded from the config's base_model
     load_dtype: torch.dtype | None = None  # for a model that is loaded by name
     reference: str | PreTrainedModel | None = None  # None: the initial policy
+    teacher_model: str | Model | None = None  # None: loaded from the place that the config names
     tokenizer: Tokenizer | None = None
-    train_dataset: Any = None
+    train_dataset: Any = None  # or a mapping of names to datasets, which are mixed
     eval_dataset: Any = None  # or a mapping of names to datasets
     read_rows: ReadRows | None = None  # (raw rows, name of their argument) -> a Dataset and its settings
     reward_funcs: Any = None
@@ -45,6 +46,10 @@ class Objects:
     def from_script(self) -> bool:
         """Whether a script started this training, and continues after it."""
         return self.arguments is not None
+
+    def train_sets(self) -> Mapping[str, Any]:
+        """Return the training sets by name; a single set is named `train_dataset`."""
+        return self.train_dataset if isinstance(self.train_dataset, Mapping) else {"train_dataset": self.train_dataset}
 
     def eval_sets(self) -> Mapping[str, Any]:
         """Return the evaluation sets by name; a single set is named `eval_dataset`."""

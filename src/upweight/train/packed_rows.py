@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 
 from upweight.engine import Engine
+from upweight.engine.divergences import Teacher
 from upweight.engine.packing import build_batch, plan_rows, row_tokens, whole_blocks
 from upweight.methods.base import Method
 from upweight.rollout.units import DEMONSTRATION
@@ -19,6 +20,8 @@ class PackedRow:
     batch: Batch
     unit_numbers: tuple[int, ...]
     temperature: float = 1.0
+    teacher_name: str | None = None
+    teacher: Teacher | None = None  # what its scored tokens are compared with
 
 
 @dataclass
@@ -29,6 +32,8 @@ class RowPacker:
     engine: Engine
     accelerator: Accelerator
     temperature: float = 1.0  # of sampling; log-probs of completions use the same
+    by_teacher: bool = False  # whether rows hold the units of one teacher
+    weighs: bool = False  # whether tokens are weighted for the load-balancing loss of routers
     largest: int = 0  # tokens of the largest row of the last plan, on any rank
 
     def __post_init__(self) -> None:
@@ -38,17 +43,21 @@ class RowPacker:
     def rows(self, units: Sequence[Unit], token_budget: int) -> list[PackedRow]:
         """Return this rank's packed rows; every rank has the same number, of which some are empty."""
         # Demonstrations are packed apart: they were not sampled, so their temperature is 1.
-        marks = [self.method.online and unit.samples[0].label == DEMONSTRATION for unit in units]
+        marks = [
+            (self.method.online and unit.samples[0].label == DEMONSTRATION, unit.teacher if self.by_teacher else None)
+            for unit in units
+        ]
         rows: list[PackedRow] = []
         self.largest = 0
-        for demonstrations, temperature in ((False, self.temperature), (True, 1.0)):
-            numbers = [number for number, mark in enumerate(marks) if mark == demonstrations]
+        for mark in sorted(set(marks), key=str):
+            numbers = [number for number, one in enumerate(marks) if one == mark]
+            temperature = 1.0 if mark[0] else self.temperature
             chosen = [units[number] for number in numbers]
             plan = plan_rows(chosen, token_budget, self.data_parallel_size, self.engine.layout)
-            if chosen:  # the first rank's first row is the largest
-                self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
+            # the first rank's first row is the largest
+            self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
             rows += [
-                PackedRow(self.batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature)
+                PackedRow(self.batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature, mark[1])
                 for row in plan[self.accelerator.process_index // self.context_size]
             ]
         return rows
@@ -57,4 +66,5 @@ class RowPacker:
         """Return the tensors of one row on this rank's device."""
         device = self.accelerator.device
         pad_to = whole_blocks if device.type == "cuda" else None
-        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
+        weighs = self.method.counts_for_routers if self.weighs else None
+        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to, weighs).to(device)

@@ -21,18 +21,22 @@ from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context_parallel import ContextGroup
 from upweight.errors import UserError
-from upweight.log import warn_once
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
 from upweight.models.memory import activation_bytes, training_bytes
+from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
+from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
+from upweight.train.experts.balance import router_coefficient
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
+# From the policy and its engine, and a function that gives other models an engine.
+LoadTeachers = Callable[[nn.Module, Engine, Callable[[nn.Module], Engine]], Teachers]
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
 FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
@@ -49,10 +53,12 @@ class Policy:
     dtype: torch.dtype  # that forwards compute in
     reference: Reference | None = None
     precompute: Precompute | None = None
+    teachers: Teachers | None = None
     copies: ComputeCopies | None = None
     tokenizer: Any = None  # None where rows are tokenized already
     offload_reference: bool = False
     sharding: Sharding = "none"
+    router_coefficient: float = 0.0  # of the load-balancing loss of a mixture of experts
 
     @property
     def sharded(self) -> bool:
@@ -81,10 +87,6 @@ def load_policy(
         model = new_adapter(model, objects.peft_config)
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
-    for name in ("router_aux_loss_coef", "aux_loss_coef"):
-        if coefficient := getattr(model.config.get_text_config(), name, None):
-            unbalanced = f"{name} {coefficient:g} in the model's config: the load-balancing loss is not added"
-            warn_once(f"{unbalanced}; over a long training experts may fall out of use")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model
@@ -143,11 +145,13 @@ def make_policy(
     optim: OptimSection,
     section: ModelSection,
     separate_reference: LoadModel | None = None,
+    load_teachers: LoadTeachers | None = None,
     prepared: Path | None = None,  # caches precomputed reference log-probs
     sharding: Sharding = "none",
     context: ContextGroup | None = None,  # ranks that share each row
 ) -> Policy:
     """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy."""
+    coefficient = router_coefficient(unwrap_peft(model), method, optim)
     # Quantised weights are placed as they are loaded; a model that will be sharded may not fit one device.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
@@ -158,6 +162,7 @@ def make_policy(
     if separate_reference is not None:
         load = partial(_load_separate, separate_reference, device, attach_engine)
     reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
+    teachers = None if load_teachers is None else load_teachers(model, engine, attach_engine)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
     if optim.activation_offloading:
@@ -171,7 +176,17 @@ def make_policy(
     precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
     references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
     return Policy(
-        model, method, engine, budget, dtype, copies=copies, tokenizer=tokenizer, sharding=sharding, **references
+        model,
+        method,
+        engine,
+        budget,
+        dtype,
+        copies=copies,
+        tokenizer=tokenizer,
+        sharding=sharding,
+        teachers=teachers,
+        router_coefficient=coefficient,
+        **references,
     )
 
 

@@ -30,7 +30,9 @@ class RowCheck:
         """Whether to check a packed row: in the first step, and where a sequence or row is much longer than before."""
         # Some models change positions and scales beyond a length only. All ranks hold the whole step and decide alike.
         # Without an advantage there may be no gradient to check: at the start the KL has none either.
-        if not any(sample.advantage != 0 and _is_scored(sample) for unit in units for sample in unit.samples):
+        compares = self.packer.method.needs_rewards
+        scored = [sample for unit in units for sample in unit.samples if _is_scored(sample)]
+        if not any(sample.advantage is None or sample.has_advantage or not compares for sample in scored):
             return False
         longest, before = max(len(sample.ids) for unit in units for sample in unit.samples), self.checked or (0, 0)
         largest = self.packer.largest

@@ -15,7 +15,7 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.cache import rows_digest
-from upweight.data.units import units_of
+from upweight.data.stream.feed import RowFeed
 from upweight.engine.activations import recompute_every_layer
 from upweight.errors import UserError
 from upweight.files import write_text
@@ -33,13 +33,14 @@ from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
-from upweight.train.loader import StepBatchSampler, step_loader
+from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.recording.metrics import Meters
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
+from upweight.train.user_code import UserCallback
+from upweight.user_modules import named_errors
 
 MIN_RETRY_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
@@ -52,7 +53,6 @@ class MethodTrainer(Trainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
-    aux_loss_enabled = False  # read by scripts: the router auxiliary loss is not trained
     model: nn.Module
     model_wrapped: nn.Module
     train_dataset: Any
@@ -74,7 +74,7 @@ class MethodTrainer(Trainer):
             processing_class=policy.tokenizer,
             callbacks=list(parts.callbacks),
             optimizers=parts.objects.optimizers,
-            optimizer_cls_and_kwargs=parts.objects.optimizer_class,
+            optimizer_cls_and_kwargs=parts.objects.optimizer_class or parts.user_code.optimizer,
         )
         set_up_sharding(self, policy.dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
@@ -82,14 +82,27 @@ class MethodTrainer(Trainer):
         self.method, self.copies = policy.method, policy.copies
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
-        self.recording, self.rollouts = parts.recording, rollouts
-        self.data_digest = cache(partial(rows_digest, parts.train_dataset))
+        self.recording, self.rollouts, self.schedule = parts.recording, rollouts, parts.user_code.schedule
+        rows: Any = parts.train_dataset
+        self.feed: RowFeed | None = rows if isinstance(rows, RowFeed) else None
+        self.data_digest = cache(rows.digest if isinstance(rows, RowFeed) else partial(rows_digest, rows))
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
-        options = policy.token_budget, policy.reference, policy.dtype, temperature, skips_zero_advantage
+        options = (
+            policy.token_budget,
+            policy.reference,
+            policy.dtype,
+            temperature,
+            skips_zero_advantage,
+            policy.teachers,
+            policy.router_coefficient,
+        )
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
+        self.router_aux_loss_coef = policy.router_coefficient  # read by scripts, as the next
+        self.aux_loss_enabled = policy.router_coefficient > 0
+        self.runner.sources = self.feed.names if self.feed is not None else ()
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self
         self.precompute = policy.precompute
@@ -120,6 +133,9 @@ class MethodTrainer(Trainer):
             if self.recording is not None and writes:
                 stack.enter_context(lock_folder(folder))
             checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if writes else None)
+            if self.feed is not None:
+                stack.callback(self.feed.close)
+                self.feed.restore(None)
             if checkpoint is not None:
                 self._restore_from(checkpoint)
             with nullcontext() if self.recording is None else self.recording(self):
@@ -140,14 +156,19 @@ class MethodTrainer(Trainer):
                 callback.restore(checkpoint)
         if self.rollouts is not None:
             self.rollouts.restore(checkpoint)
+        elif self.feed is not None:
+            restore_feed(self.feed, checkpoint)
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of whole steps; accelerate does not prepare it, since it would split each step over ranks."""
         if self.rollouts is not None:
             return RolloutLoader(self)
-        args, rows = self.args, len(self.train_dataset)
+        args, steps_done = self.args, lambda: self.state.global_step
         batch = args.per_device_train_batch_size * self.runner.packer.data_parallel_size
-        steps_done = lambda: self.state.global_step  # noqa: E731
+        if self.feed is not None:
+            self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, compare=not self.shuffle)
+            return self.feed_loader
+        rows = len(self.train_dataset)
         self.sampler = StepBatchSampler(rows, batch, args.seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
             remedy = "Lower 'micro_batch_size' or 'gradient_accumulation_steps', or drop 'dataloader_drop_last'."
@@ -168,7 +189,8 @@ class MethodTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, split its groups by learning rate, and let the compute copies follow its steps."""
         before = self.optimizer
-        optimizer = super().create_optimizer(*args, **kwargs)
+        with nullcontext() if self.optimizer_cls_and_kwargs is None else named_errors("optimizer: cannot be built"):
+            optimizer = super().create_optimizer(*args, **kwargs)
         if optimizer is not before:
             if self.lr_rule is not None:
                 split_by_lr(optimizer, self.model, self.lr_rule)
@@ -176,6 +198,14 @@ class MethodTrainer(Trainer):
             if self.copies is not None:
                 self.copies.follow(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the learning rate schedule, the user's where the config names one."""
+        if self.lr_scheduler is None and self.schedule is not None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            trained: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self.schedule(trained, num_training_steps, warmup)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batch of a step; none after the last step, where a resumed Trainer would do one more."""
@@ -197,7 +227,7 @@ class MethodTrainer(Trainer):
         while True:
             try:
                 with activity("training on a step"):
-                    return self.runner.train(model, inputs["units"], inputs.get("counts"))
+                    return self.runner.train(model, inputs["units"], inputs.get("counts"), inputs.get("sources"))
             except torch.cuda.OutOfMemoryError as error:
                 if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= MIN_RETRY_BUDGET:
                     raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
@@ -234,17 +264,16 @@ class MethodTrainer(Trainer):
             with activity("evaluating"):
                 metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
         else:
-            training, self.runner.meters = self.runner.meters, Meters()
             sums: dict[str, Tensor] = {}
             counts: dict[str, Tensor] = {}
-            for inputs in self.get_eval_dataloader(rows):
-                with activity("evaluating"):
-                    loss, added = self.runner.evaluate(model, inputs["units"])
-                sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
-                counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
+            with self.runner.other_meters() as meters:
+                for inputs in self.get_eval_dataloader(rows):
+                    with activity("evaluating"):
+                        loss, added = self.runner.evaluate(model, inputs["units"])
+                    sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
+                    counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
             total = sum(float(sums[name] / counts[name].clamp(min=1)) for name in sums)
-            metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
-            self.runner.meters = training
+            metrics = {"loss": total, **meters.drain(self.accelerator)}
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
         named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=-(-len(rows) // batch))
@@ -272,6 +301,9 @@ class MethodTrainer(Trainer):
         """Log, with the metrics and the throughput since the last log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
+        elif self.feed is not None and self.is_in_train:
+            steps = self.state.max_steps if self.feed.epoch_rows is None else len(self.feed_loader)
+            self.state.epoch = self.state.global_step / steps
         if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no other entry
             logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:
@@ -290,6 +322,9 @@ class MethodTrainer(Trainer):
             self.last_log, self.runner.tokens = now, 0
         for metrics in self.metrics_of_callbacks:
             logs |= metrics(self.state, logs)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, UserCallback):
+                logs |= callback.checked_metrics(self.state, logs)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -332,19 +367,6 @@ class MethodTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0: the Trainer's estimate assumes padded rows."""
         return 0
-
-    def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a step, counted from 0, with ids, loss mask, text; online none of earlier rollouts."""
-        if self.rollouts is not None:
-            units = self.rollouts.units_of_step(self.state.global_step - step)
-            samples = [({"advantage": one.advantage}, one) for unit in units for one in unit.samples]
-        else:
-            rows = {n: units_of([self.train_dataset[n]], self.method)[0] for n in self.sampler.rows_of(step)}
-            samples = [({"row": number}, one) for number, unit in rows.items() for one in unit.samples]
-        decode = getattr(self.processing_class, "decode", None)
-        for where, sample in samples:
-            ids = sample.ids.tolist()
-            yield {**where, "text": decode and decode(ids), "ids": ids, "loss_mask": sample.loss_mask.tolist()}
 
     def _optimizer_mode(self, mode: str) -> None:
         """Switch a schedule-free optimizer to its weights for training or evaluation."""

@@ -9,7 +9,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
-from upweight.config.rules import check, data, ebft, keys, model, rollout, training
+from upweight.config.rules import check, data, distill, ebft, feeds, keys, model, rollout, training
 from upweight.errors import UserError
 
 WHOLE = {"base_model": "m", "datasets": [{"path": "d"}]}
@@ -25,6 +25,10 @@ QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
 EIGHT = {"adapter": "lora", "load_in_8bit": True, "lora_target_linear": True}
 DPO = {**WHOLE, "rl": "dpo"}
 
+STREAM = {**WHOLE, "streaming": True, "max_steps": 5}
+TWO = {"base_model": "m", "max_steps": 5, "datasets": [{"path": "d", "weight": 1}, {"path": "e", "weight": 2}]}
+PLAIN_TWO = {**TWO, "datasets": [{"path": "d"}, {"path": "e"}], "mix": "interleave_over"}
+
 
 def scheduled(name, **arguments):
     return {**WHOLE, "lr_scheduler": name, "lr_scheduler_kwargs": arguments}
@@ -35,12 +39,65 @@ def served(adapter=None, sharding=None, vllm=None, **trl):
     return {**GRPO, **(adapter or {}), **(sharding or {}), **blocks, "trl": {**GRPO["trl"], "use_vllm": True, **trl}}
 
 
+def distilled(block=None, **keys):
+    return {**WHOLE, "rl": "distill", "distill": {"teacher": "t", **(block or {})}, **keys}
+
+
+def guided(trl=None, **keys):
+    return {**WHOLE, "rl": "grpo", "trl": {"teacher_kl_coef": 1.0, **(trl or {})}, "distill": {"teacher": "t"}, **keys}
+
+
 BROKEN = {
+    "dataset_exact_deduplication: compares all": {**STREAM, "dataset_exact_deduplication": True},
+    "precompute_ref_log_probs: is not supported": {**STREAM, "rl": "dpo", "precompute_ref_log_probs": True},
+    "datasets[0].shards: a stream": {**STREAM, "datasets": [{"path": "d", "shards": 2}]},
+    "datasets[0].split: a stream": {**STREAM, "datasets": [{"path": "d", "split": "train[:5%]"}]},
+    "val_set_size: a share of a stream": {**STREAM, "val_set_size": 0.1},
+    "val_set_size: takes the first": {**STREAM, "val_set_size": 5, "datasets": [{"path": "d"}, {"path": "e"}]},
+    "curriculum_column: a stream": {**STREAM, "curriculum_column": "c"},
+    "dataset_shard_num: a stream": {**STREAM, "dataset_shard_num": 2},
+    "max_prompt_length: missing. The longest prompt of a stream": {
+        **STREAM, "rl": "grpo", "trl": {**GRPO["trl"], "use_vllm": True, "vllm_mode": "colocate"}
+    },
+    "datasets[0].weight: no effect": TWO,
+    "datasets[1].weight: missing": {**PLAIN_TWO, "datasets": [{"path": "d", "weight": 1}, {"path": "e"}]},
+    "mix_schedule: no effect": {**PLAIN_TWO, "mix": "concatenate", "mix_schedule": [{"step": 0, "weights": [1, 1]}]},
+    "mix_schedule: cannot be used": {**TWO, "mix": "interleave_over", "mix_schedule": [{"weights": [1, 1]}]},
+    "mix_schedule: needs 'max_steps'": {**PLAIN_TWO, "max_steps": None, "mix_schedule": [{"weights": [1, 1]}]},
+    "mix_schedule: steps begin": {**PLAIN_TWO, "mix_schedule": [{"step": 3, "weights": [1, 1]}]},
+    "mix_schedule[0].weights: 1 weights": {**PLAIN_TWO, "mix_schedule": [{"weights": [1]}]},
+    "mix_schedule[0].weights: numbers": {**PLAIN_TWO, "mix_schedule": [{"weights": [0, 0]}]},
+    "precompute_ref_log_probs: not with streams": {**PLAIN_TWO, "rl": "dpo", "precompute_ref_log_probs": True},
+    "ebft.mode: strided reads": {**STREAM, "rl": "ebft", "ebft": {"mode": "strided"}},
+    "trl.replay_buffer_size: not with": {**GRPO, **STREAM, "trl": {**GRPO["trl"], "replay_buffer_size": 8}},
+    "trl.reroll_start_fraction: not with": {**GRPO, **STREAM, "trl": {**GRPO["trl"], "reroll_start_fraction": 0.5}},
     "reward_model: cannot be used with 'rl'": {**WHOLE, "rl": "dpo", "reward_model": True},
     "base_model: missing": {"datasets": [{"path": "d"}]},
     "datasets: missing": {"base_model": "m"},
     "trl.reward_funcs: missing": {**WHOLE, "rl": "gdpo"},
     "ebft: missing": {**WHOLE, "rl": "ebft"},
+    "distill.teacher: missing": {**WHOLE, "rl": "distill"},
+    "distill.teacher: DeepSpeed does not": distilled(deepspeed="zero3.json"),
+    "distill.teacher_load_in_4bit, distill.teacher": distilled({"teacher_load_in_4bit": True}, fsdp=True),
+    "trl.reward_funcs: rl: distill learns": distilled(trl={"reward_funcs": ["r.f"]}),
+    "trl.top_p: samples would not": guided({"top_p": 0.9}),
+    "distill.teacher: nothing is logged": guided(distill={"teacher": "logged"}),
+    "trl.temperature: a server's": guided({"temperature": 0.5}, distill={"teacher": "http://there"}),
+    "trl.teacher_kl_coef: ebft": {**guided(), "rl": "ebft", "ebft": {"mode": "structured"}},
+    "distill.temperature: a listed": distilled({"teacher": "logged", "on_policy": 0, "top_k": 4, "temperature": 2.0}),
+    "distill.teacher: logged log-probs": distilled({"teacher": "logged", "top_k": 4}),
+    "distill.teacher: is the base_model": distilled({"teacher": WHOLE["base_model"]}),
+    "distill.privileged_prompt: missing": distilled({"teacher": "self"}),
+    "distill.self_weights: is for": distilled({"self_weights": "ema"}),
+    "distill.seq_kd: only a single": distilled({"teacher": "http://there", "top_k": 4, "seq_kd": True}),
+    "distill.top_k: missing": distilled({"teacher": "http://there:8000"}),
+    "eval_samples: needs something": {**WHOLE, "eval_samples": 4},
+    "eval_samples: is for offline methods": {**GRPO, "val_set_size": 2, "eval_samples": 4},
+    "eval_samples: a reward model": {**HELD, "reward_model": True, "eval_samples": 4},
+    "eval_samples: answers are not sampled": {**HELD, "fsdp": True, "eval_samples": 4},
+    "datasets[0].as_messages: is for rows": {
+        **DPO, "datasets": [{"path": "d", "type": "chatml.intel", "as_messages": True}]
+    },
     "load_best_model_at_end: needs something": {**WHOLE, "load_best_model_at_end": True},
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},
     "fp16: cannot be used with 'bf16: true'": {**WHOLE, "bf16": True, "fp16": True},
@@ -52,11 +109,20 @@ BROKEN = {
     "tools: there is no 'cpu'": {**GRPO, "tools": ["file.tool", "cpu"]},
     "use_onebitllms: every weight": {**WHOLE, **LORA, "use_onebitllms": True},
     "use_onebitllms: vLLM would": {**served(), "use_onebitllms": True},
+    "callbacks[0]: expected 'mine.Name'": {**WHOLE, "callbacks": [{"mine.A": {}, "mine.B": {}}]},
+    "optim_args: expected a mapping": {**WHOLE, "optimizer": "mine.Optimizer", "optim_args": "a=1"},
+    "cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for 'mine.f'": {
+        **scheduled("mine.f"), "cosine_min_lr_ratio": 0.1
+    },
     "adapter: qlora needs": {**WHOLE, **LORA, "adapter": "qlora"},
     "lora_model_dir: needs": {**WHOLE, "lora_model_dir": "x"},
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
     "trl.reward_weights: 2 weights for 1": {**GRPO, "trl": {"reward_funcs": ["r.f"], "reward_weights": [1.0, 2.0]}},
     "num_labels: an outcome": {**WHOLE, "reward_model": True, "num_labels": 2},
+    "lora_dropout: PEFT has it": {
+        **WHOLE, **LORA, "lora_target_parameters": "experts.down_proj", "lora_dropout": 0.1,
+    },
+    "router_aux_loss_coef: reward models": {**WHOLE, "reward_model": True, "router_aux_loss_coef": 0.1},
     "num_labels: a process": {**WHOLE, "process_reward_model": True, "num_labels": 1},
     "chat_template_jinja: missing": {**WHOLE, "chat_template": "jinja"},
     "datasets[0].chat_template_jinja: missing": {**WHOLE, "datasets": [{"path": "d", "chat_template": "jinja"}]},
@@ -67,6 +133,11 @@ BROKEN = {
     "vllm.reasoning_parser: missing": {**WHOLE, "vllm": {"enable_reasoning": True}},
     "dataset_shard_idx: must be below": {**WHOLE, "dataset_shard_num": 2, "dataset_shard_idx": 2},
     "datasets[0].shards_idx: must be": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
+    "tokenizer_use_mistral_common: cannot be used": {
+        **WHOLE, "tokenizer_use_mistral_common": True, "chat_template": "chatml", "tokenizer_type": "LlamaTokenizer",
+    },
+    "datasets[0].filter: there is no 'short'": {**WHOLE, "datasets": [{"path": "d", "filter": "short"}]},
+    "dataset_contamination_check: there are no": {**WHOLE, "dataset_contamination_check": "warn"},
     "datasets[0]: names no data": {**WHOLE, "datasets": [{"type": "alpaca"}]},
     "datasets[0].type: there is no format": {**WHOLE, "rl": "dpo", "datasets": [{"path": "d", "type": "chat_templat"}]},
     "chat_template: there is no": {**WHOLE, "chat_template": "chatlm"},
@@ -121,6 +192,14 @@ BROKEN = {
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
     "gradient_checkpointing_kwargs: only": {**WHOLE, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "optim_target_modules: galore_adamw needs": {**WHOLE, "optimizer": "galore_adamw"},
+    "optimizer: apollo_adamw projects": {
+        **WHOLE, **LORA, "optimizer": "apollo_adamw", "optim_target_modules": "all-linear",
+    },
+    "optim_target_modules: sgd does not read it": {**WHOLE, "optimizer": "sgd", "optim_target_modules": ["q_proj"]},
+    "optim_args: Muon has keys": {**WHOLE, "optimizer": "muon", "optim_args": "momentum=0.9"},
+    "muon_momentum: sgd does not read it": {**WHOLE, "optimizer": "sgd", "muon_momentum": 0.9},
+    "optimizer: muon needs whole weights": {**WHOLE, "optimizer": "muon", "fsdp": True},
     "optim_args: expected 'name=value' pairs": {**WHOLE, "optim_args": "momentum"},
     "optim_args.momentum: expected a number": {**WHOLE, "optim_args": {"momentum": [0.9]}},
     "lr_scheduler_kwargs.num_cycle: is no argument of 'cosine'. Did": scheduled("cosine", num_cycle=2),
@@ -203,6 +282,9 @@ BROKEN = {
     },
 }  # fmt: skip
 ODD = {
+    "distill.teacher: no effect with rl: dpo": {**DPO, "distill": {"teacher": "t"}},
+    "distill.tail: no effect": distilled({"tail": "drop"}),
+    "distill.beta: no effect": distilled({"beta": 0.2}),
     "nemo_gym_verify_timeout: no effect": {
         **GRPO,
         **AGENTS,
@@ -254,7 +336,7 @@ def test_each_warning_rule_speaks_when_it_should(message):
 
 def test_every_rule_has_a_config_that_breaks_it():
     said = "\n".join([*map(error, BROKEN.values()), *(one for content in ODD.values() for one in notices(content))])
-    for module in (data, ebft, keys, model, rollout, training):
+    for module in (data, distill, ebft, feeds, keys, model, rollout, training):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Yield) and not isinstance(node.value, ast.Tuple):
                 texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]

@@ -23,6 +23,25 @@ def test_weight_rises_when_few_succeed_and_falls_when_most_do():
     assert reward.weight == pytest.approx(1.08)
 
 
+def test_parts_are_weighed_and_their_sum_succeeds_or_not():
+    forms = {"tokens": [0.25, 0.5], "steps": [(1, 0.1), (3, 0.2)], "text": {"characters": [(4, 1.0)]}, "one": 1.0}
+    reward = AdaptiveReward(lambda completions, **_: [forms[text] for text in completions], weight=2.0)
+    first = reward(["tokens", "steps", "text", "one"])
+    assert first == [[0.5, 1.0], [(1, 0.2), (3, 0.4)], {"characters": [(4, 2.0)]}, 2.0]
+    assert reward.weight == 2.0  # three of four reach 0.5, which is between low and high
+    reward(["steps"])
+    assert reward.weight == pytest.approx(2.4)
+    assert AdaptiveReward(reward)(["tokens"])[0] == pytest.approx([0.6, 1.2])
+
+
+def test_what_is_no_reward_names_the_wrapped_function():
+    def halves(completions, **columns):
+        return [0.5]
+
+    with pytest.raises(UserError, match=r"reward 'adaptive_halves' must return a list of 2 numbers"):
+        AdaptiveReward(halves)(["a", "b"])
+
+
 def test_weight_is_bounded():
     reward = AdaptiveReward(marks, minimum=0.5, maximum=2.0)
     for _ in range(50):

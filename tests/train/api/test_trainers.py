@@ -450,7 +450,7 @@ def test_what_is_none_was_not_asked_for(folder):
     small = {"num_generations": 4, "max_completion_length": 8}
     rewarded = {"reward_funcs": "length(maximum=3)", "train_dataset": ROWS["prompts"]}
     GRPOTrainer(str(folder / "model"), args=upweight.GRPOConfig(**args, **small), **rewarded, **given)
-    with pytest.raises(TypeError, match=r"compute_loss_func.*loss_type"):
+    with pytest.raises(UserError, match=r"'builtins.len' takes 'obj' by position only"):
         SFTTrainer(str(folder / "model"), SFTConfig(**args), train_dataset=ROWS["text"], compute_loss_func=len)
     with pytest.raises(TypeError, match=r"'eval_datasets'.*Did you mean 'eval_dataset'"):
         GRPOTrainer(str(folder / "model"), args=upweight.GRPOConfig(**args, **small), **rewarded, eval_datasets=[])

@@ -25,6 +25,7 @@ def drawn_completion(draw, depth=0):
         messages=draw.choice([None, [{"role": "tool", "content": "4"}]]),
         earlier=[drawn_completion(draw, depth + 1) for _ in range(draw.choice([0, 0, 2]) if depth < 2 else 0)],
         failure=draw.choice([None, "broke"]),
+        advantages=[draw.random() for _ in range(tokens)] if draw.random() < 0.5 else [],
     )
 
 
@@ -37,6 +38,7 @@ def drawn_group(draw, number):
         [drawn_completion(draw) for _ in range(count)],
         None if draw.random() < 0.2 else torch.tensor([[draw.random(), float("inf")]] * count).reshape(count, 2),
         None if draw.random() < 0.2 else torch.tensor([draw.random()] * count, dtype=torch.float64),
+        credits={(number, 0): [(1, 0.5), (4, -1.0)] for number in range(count)},
         extras={"tokens": list(range(count))},
         version=draw.randrange(5),
         replayed=draw.random() < 0.5,

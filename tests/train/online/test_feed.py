@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from light_rewards import equal_rewards, even_tokens, short
+from light_rewards import each_even_token, equal_rewards, even_tokens, short
 from made_rollouts import logged, online_trainer, resumed_as_whole
 from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
@@ -18,6 +18,7 @@ from upweight.rewards.load import as_rewards
 from upweight.rewards.scorer import Scorer
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import join_ranks
+from upweight.train.recording.samples import samples_of_step
 from upweight.types import Sampling
 
 
@@ -66,6 +67,45 @@ def test_a_run_begins_with_what_to_watch_and_says_when_nothing_can_be_skipped(tm
     (line,) = [line for line in caplog.messages if "no measure of progress" in line]
     assert line.endswith(watched)
     assert any("for the sake of trl.beta" in line for line in caplog.messages) != skips
+
+
+def plain(log_ratio, advantages):
+    return -log_ratio.exp() * advantages
+
+
+def near(log_ratio, advantages, ref_logps):
+    return -log_ratio.exp() * advantages + 0 * ref_logps
+
+
+def skipping(log_ratio, advantages):
+    return -log_ratio.exp() * advantages
+
+
+skipping.skip_zero_advantage = True
+
+
+@pytest.mark.parametrize(
+    ("loss", "watched", "forwarded"),
+    [
+        (plain, "group_reward_std", "write 'plain.skip_zero_advantage = True' below it, and they are skipped"),
+        (near, "kl", "test_feed.near' may act on them; if it has no gradient at an advantage of 0"),
+        (plain, "kl", "for the sake of trl.loss_type and trl.beta; trl.skip_zero_advantage_batches has nothing"),
+        (skipping, "group_reward_std", None),
+    ],
+)
+def test_a_run_with_a_users_loss_names_what_is_logged_and_how_to_skip(tmp_path, caplog, loss, watched, forwarded):
+    caplog.set_level(logging.INFO, "upweight")
+    logging.getLogger("upweight").propagate = True
+    beta = 0.1 if "trl.beta" in (forwarded or "") else 0.0
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 6, "loss_type": loss, "beta": beta})
+    trainer = online_trainer(tmp_path, method=method, max_steps=1)
+    (line,) = [line for line in caplog.messages if "no measure of progress" in line]
+    assert line.endswith(watched)
+    lines = [line for line in caplog.messages if "are forwarded like all others" in line]
+    assert len(lines) == (forwarded is not None)
+    assert not lines or forwarded in lines[0]
+    trainer.train()
+    assert ("kl" in logged(trainer)[0]) == (watched == "kl")
 
 
 @pytest.mark.parametrize("budget", [16, 40])
@@ -204,13 +244,16 @@ def test_an_adapter_learns_online(tmp_path):
 
 def train_on_ranks(folder, world):
     """The same global batch whatever the number of ranks; rank 0 keeps the weights."""
-    method = {
-        "grpo": GRPO(**{"num_generations": 4, "max_completion_length": 6, "beta": 0.1}),
-        "gdpo": GDPO(**{"num_generations": 4, "max_completion_length": 6}),
+    size, rewards = {"num_generations": 4, "max_completion_length": 6}, (even_tokens, short)
+    methods = {
+        "grpo": (GRPO(**size, beta=0.1), rewards),
+        "gdpo": (GDPO(**size), rewards),
+        "by token": (GRPO(**size, reward_to_go=True, gamma=0.9), (each_even_token, short)),
     }
     join_ranks(60)
-    for name, one in method.items():
-        trainer = online_trainer(f"{folder}/{name}", method=one, step=8 // world, wanted=16 // world, world=world)
+    for name, (method, functions) in methods.items():
+        sizes = {"step": 8 // world, "wanted": 16 // world, "world": world}
+        trainer = online_trainer(f"{folder}/{name}", method=method, rewards=functions, **sizes)
         trainer.train()
         if trainer.is_world_process_zero():
             torch.save([weights_of(trainer), logged(trainer)], f"{folder}/{name}-{world}.pt")
@@ -220,7 +263,7 @@ def train_on_ranks(folder, world):
 def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
     for world in (1, 2):
         on_ranks(train_on_ranks, world, str(tmp_path), world)
-    for name in ("grpo", "gdpo"):
+    for name in ("grpo", "gdpo", "by token"):
         (one, logs), (two, others) = (torch.load(tmp_path / f"{name}-{world}.pt") for world in (1, 2))
         assert largest_difference(one, two) < 1e-5
         for row, other in zip(logs, others, strict=True):
@@ -247,6 +290,6 @@ def test_the_rows_of_a_step_are_those_that_it_was_trained_on(tmp_path):
 
     trainer.rollouts.next_step = noted
     trainer.train()
-    assert [row["ids"] for step in (2, 3) for row in trainer.rows_of_step(step)] == trained[2] + trained[3]
+    assert [row["ids"] for step in (2, 3) for row in samples_of_step(trainer, step)] == trained[2] + trained[3]
     assert len(trained[3]) == 4
-    assert list(trainer.rows_of_step(1)) == []  # of a rollout that is gone
+    assert list(samples_of_step(trainer, 1)) == []  # of a rollout that is gone

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from upweight.config.config import Config
-from upweight.config.rules import data, ebft, keys, model, rollout, training
+from upweight.config.rules import data, distill, ebft, feeds, keys, model, rollout, training
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -11,17 +11,21 @@ Rule = Callable[[Config], Iterator[str]]
 NOT_VALIDATED = ("GPUs", "installed packages", "files and folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
-    keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references, data.sources,
-    training.optimisation, training.schedules, training.schedule_values, training.best_checkpoint, training.shards,
-    training.fsdp, training.deepspeed, training.paths, rollout.rewards_and_sampling, rollout.environments,
-    rollout.dotted_paths, rollout.backends, rollout.vllm, rollout.adapters_for_vllm, rollout.weight_transfer,
+    keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
+    distill.teachers, distill.comparisons, data.sources,
+    feeds.streams, feeds.weights, feeds.feeds,
+    training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,
+    training.best_checkpoint, training.held_out_answers, training.shards, training.fsdp, training.deepspeed,
+    training.paths,
+    rollout.rewards_and_sampling, rollout.environments, rollout.dotted_paths, rollout.backends, rollout.vllm,
+    rollout.adapters_for_vllm, rollout.weight_transfer,
 )  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (
     keys.required, data.formats_are_known, rollout.gym_is_complete, training.evaluation_is_there,
 )  # fmt: skip
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch, rollout.without_effect, model.without_effect, training.without_effect,
-    ebft.ebft_keys_without_effect,
+    ebft.ebft_keys_without_effect, distill.without_effect,
 )  # fmt: skip
 WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, keys.switched_off, training.without_evaluation)
 

@@ -8,6 +8,8 @@ from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, Data
 from upweight.errors import did_you_mean
 from upweight.methods import METHODS
 
+CHAT_KINDS = ("pairs", "labelled", "text", "prompts")  # formats whose plain texts can be made turns
+
 
 def sources(config: Config) -> Iterator[str]:
     """Check data sources, shards, the evaluation split and chat templates."""
@@ -16,12 +18,19 @@ def sources(config: Config) -> Iterator[str]:
         yield f"val_set_size: a share below 1, or a whole number of rows, not {section.val_set_size:g}."
     if section.shard_count and section.shard_index >= section.shard_count:
         yield f"dataset_shard_idx: must be below dataset_shard_num ({section.shard_count})."
+    if section.contamination and not section.test_datasets and not section.val_set_size:
+        yield "dataset_contamination_check: there are no evaluation rows. Set 'test_datasets' or 'val_set_size'."
     yield from _check_template("", section)
     for key, row in entries(config):
         if row.path is None and row.data_files is None:
             yield f"{key}: names no data. Set 'path' or 'data_files'."
+        if row.filter and "." not in row.filter.strip("."):
+            yield f"{key}.filter: there is no '{row.filter}'. Name a function as 'file.function'."
         if row.shards and row.shards_idx >= row.shards:
             yield f"{key}.shards_idx: must be below shards ({row.shards})."
+        if row.as_messages and (isinstance(row.type, str) or config.method.formats() not in CHAT_KINDS):
+            problem = "is for rows without a 'type', or with a mapping of columns, of prompts and answers"
+            yield f"{key}.as_messages: {problem}. Remove it."
         yield from _check_template(f"{key}.", row)
 
 

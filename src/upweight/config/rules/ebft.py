@@ -10,6 +10,7 @@ from upweight.methods import feature_matcher
 NOT_WITH_FEATURES = {
     "trl.reward_funcs": "ebft rewards the features of true answers; drop it, or use rl: grpo",
     "trl.reward_weights": "'ebft.alignment_coef' and 'ebft.diversity_coef' weigh the rewards",
+    "trl.teacher_kl_coef": "ebft rewards the features of true answers; drop it, or use rl: grpo",
     "trl.rollout_func": "ebft compares completions with the answers in the data; drop it, or use rl: grpo",
     "trl.streaming_partial_batch": "features are computed from whole rollouts by the model that trains; drop it",
     "trl.dynamic_sampling_max_rounds": "completions of a group get different rewards unless they are equal; drop it",

@@ -21,6 +21,8 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("trl.vllm_server_base_url", "trl.vllm_server_base_urls"),
     ("load_in_4bit", "load_in_8bit"),
     ("test_datasets", "val_set_size"),
+    ("distill.teacher", "distill.teachers"),
+    ("distill.teacher_load_in_4bit", "distill.teacher_load_in_8bit"),
     ("fp16", "bfloat16"),
 )
 COLOCATE = "trl.vllm_enable_sleep_mode trl.vllm_gpu_* trl.vllm_max_model_length trl.vllm_tensor_parallel_size"
@@ -48,8 +50,10 @@ def required(config: Config) -> Iterator[str]:
     if not given.get("datasets") and not given.get("nemo_gym_datasets"):
         yield "datasets: missing. List what to train on."
     rewarded = given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
-    if method.online and not method.computed_rewards and not rewarded:
+    if method.online and method.needs_rewards and not method.computed_rewards and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
+    if method.needs_teacher and not config.teacher.places:
+        yield "distill.teacher: missing. Name the model to learn from: a folder, a hub id or a vLLM server's URL."
     if feature_matcher(method) and not any(path.startswith("ebft.") for path in given):
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
@@ -71,13 +75,18 @@ def switched_off(config: Config) -> Iterator[str]:
         return
     # In strided mode, the rules of EBFT cover the keys of these blocks.
     unread = ("nemo_gym_enabled", *(("trl.", "vllm.") if config.method.strided else ()))
-    defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
-    # A default that is written out, as in a run's config.yaml, asks for nothing.
-    asked = [path for path, value in config.set_keys.items() if value != defaults.get(path)]
+    asked = asked_keys(config)
     asked = [path for path in asked if not path.startswith(unread)]
     for keys, needs, is_on in SWITCHES:
         if (stray := matching(asked, keys)) and not is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{needs}'"
+
+
+def asked_keys(config: Config) -> list[str]:
+    """Return the keys that are set to another value than their default."""
+    defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
+    # A default that is written out, as in a run's config.yaml, asks for nothing.
+    return [path for path, value in config.set_keys.items() if value != defaults.get(path)]
 
 
 def matching(paths: Iterable[str], patterns: str) -> list[str]:

@@ -8,9 +8,10 @@ from typing import Any
 from upweight.config.config import Config, general_keys
 from upweight.config.peers import SCHEDULE_ARGS
 from upweight.config.rules.data import entries
-from upweight.config.sections.training import FROM_BITSANDBYTES
+from upweight.config.sections.training import FROM_BITSANDBYTES, LOW_RANK
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
+from upweight.user_modules import is_path
 
 LONGEST_NAME = 255  # bytes that file systems allow in a name
 # Hub repository names: at most 96 characters, no part begins or ends with a dash or dot, neither is doubled.
@@ -35,6 +36,11 @@ def optimisation(config: Config) -> Iterator[str]:
         yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
     if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
         yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
+    yield from _projected(config)
+    if is_path(config.optim.optimizer):  # whose arguments are not sent as text
+        if isinstance(args, str):
+            yield f"optim_args: expected a mapping, whose values '{config.optim.optimizer}' gets by name, not {args!r}."
+        return
     pairs = args.split(",") if isinstance(args, str) and args else []
     if any(len(pair.split("=")) != 2 or not pair.split("=")[0].strip() for pair in pairs):
         yield f"optim_args: expected 'name=value' pairs with commas between them, or a mapping, not {args!r}."
@@ -43,16 +49,43 @@ def optimisation(config: Config) -> Iterator[str]:
         yield f"optim_args.{wrong[0]}: expected a number, a switch or a word, which are handed over as text."
 
 
+def _projected(config: Config) -> Iterator[str]:
+    """Check optimizers that treat some weights apart: GaLore, APOLLO, Muon."""
+    name, targets = config.optim.optimizer, config.optim.optim_target_modules
+    if name in LOW_RANK and not targets:
+        yield f"optim_target_modules: {name} needs the linear layers to project; set it to 'all-linear'."
+    if name in LOW_RANK and config.adapter.kind is not None:
+        yield f"optimizer: {name} projects the gradients of whole weights, and an adapter has none; drop one of them."
+    if targets and name not in LOW_RANK:
+        yield f"optim_target_modules: {name} does not read it; use one of {', '.join(LOW_RANK)}, or drop the key."
+    if name == "muon" and config.optim.optimizer_args:
+        yield "optim_args: Muon has keys of its own, 'muon_momentum' and others; drop 'optim_args'."
+    # A run's config.yaml has every key, with its default.
+    keys = [key for key in type(config.optim).model_fields if key.startswith("muon_")]
+    muon = [key for key in keys if getattr(config.optim, key) != type(config.optim).model_fields[key].default]
+    if name != "muon" and muon:
+        yield f"{muon[0]}: {name} does not read it; set 'optimizer: muon', or drop the key."
+    if name in ("muon", *LOW_RANK) and (config.sharding.fsdp or config.sharding.deepspeed is not None):
+        yield f"optimizer: {name} needs whole weights, not shards; use 'adamw_torch_fused', or drop fsdp and deepspeed."
+
+
 def _is_plain_value(value: Any) -> bool:
     """Whether a value can be written in a line of `name=value` pairs."""
     return isinstance(value, bool | int | float) or (isinstance(value, str) and not set(",= ") & set(value))
+
+
+def user_callbacks(config: Config) -> Iterator[str]:
+    """Check that an entry of `callbacks` with options names one class."""
+    for number, entry in enumerate(config.callbacks.callbacks):
+        if isinstance(entry, dict) and (len(entry) != 1 or not is_path(next(iter(entry)))):
+            yield f"callbacks[{number}]: expected 'mine.Name' or 'mine.Name: {{option: value}}', got {entry!r:.80}."
 
 
 def schedules(config: Config) -> Iterator[str]:
     """Check the arguments of the learning rate schedule."""
     name, args = config.optim.scheduler, config.optim.scheduler_args
     known = SCHEDULE_ARGS.get(name, {})
-    for key, value in args.items():
+    for key, value in args.items() if not is_path(name) else ():  # a user's function checks its own
         if key not in known:
             taken = f" It takes {', '.join(known)}." if known else " It takes none."
             yield f"lr_scheduler_kwargs.{key}: is no argument of '{name}'.{did_you_mean(str(key), known)}{taken}"
@@ -64,7 +97,7 @@ def schedules(config: Config) -> Iterator[str]:
     floors = {"min_lr", "min_lr_rate"} & set(args)
     if name == "cosine_with_min_lr" and len(floors) != 1:
         yield "lr_scheduler_kwargs: 'cosine_with_min_lr' needs 'min_lr' or 'min_lr_rate'; or set cosine_min_lr_ratio."
-    if config.optim.cosine_min_ratio is not None and not name.startswith("cosine"):
+    if config.optim.cosine_min_ratio is not None and (is_path(name) or not name.startswith("cosine")):
         yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
 
 
@@ -95,13 +128,26 @@ def evaluates(config: Config) -> bool:
 
 def evaluation_is_there(config: Config) -> Iterator[str]:
     """Require evaluation data for keys that depend on evaluations."""
-    keys = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.set_keys.get(key)]
+    depending = ("early_stopping_patience", "load_best_model_at_end", "eval_samples")
+    keys = [key for key in depending if config.set_keys.get(key)]
     keys += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
     keys += ["save_strategy: best"] if config.run.save_strategy == "best" else []
     if keys and not evaluates(config):
         remedy = "Set 'val_set_size' or 'test_datasets'"
         remedy += ", and drop 'eval_strategy: no'" if config.run.eval_strategy == "no" else ""
         yield f"{keys[0]}: needs something to evaluate on. {remedy}."
+
+
+def held_out_answers(config: Config) -> Iterator[str]:
+    """Check that an offline run can answer held-out prompts."""
+    if not config.run.eval_samples:
+        return
+    if config.method.online:
+        yield "eval_samples: is for offline methods; an online run keeps the completions of its evaluations. Drop it."
+    elif config.method.head != "tokens":
+        yield f"eval_samples: a reward model ({config.method.name}) scores texts and writes none. Drop it."
+    elif config.sharding.fsdp or config.sharding.deepspeed is not None:
+        yield "eval_samples: answers are not sampled from sharded weights (fsdp, deepspeed). Drop it."
 
 
 def best_checkpoint(config: Config) -> Iterator[str]:

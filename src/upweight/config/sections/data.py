@@ -45,6 +45,14 @@ class DatasetSpec(EntryRows):
     ds_type: FileType | None = inner(None, "File type; else by the file name.")
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
+    streaming: bool | None = inner(
+        None, "Read and encode these rows while training; unset: as the key `streaming` says."
+    )
+    weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
+    filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
+    as_messages: bool | None = inner(
+        None, "Make plain prompts and answers turns of the chat template; unset: plain text, with a warning."
+    )
     chat_template: str | None = inner(None, "Chat template for these rows.")
     chat_template_jinja: str | None = inner(None, "Text or file, with `chat_template: jinja`.")
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
@@ -55,6 +63,7 @@ class DatasetSpec(EntryRows):
     field_thinking: str | None = inner(None, "Message property that holds reasoning text.")
     template_thinking_key: str | None = inner(None, "Name of the reasoning text in the chat template.")
     field: str | None = inner(None, "Column of raw text, for `completion`.")
+    text_column: str | None = inner(None, "Column of raw text, for `pretrain`.")
     message_property_mappings: dict[str, str] | None = inner(None, "Message property -> its name in the rows.")
     message_field_role: str | None = inner(None, "Older spelling of `message_property_mappings.role`.")
     message_field_content: str | None = inner(None, "Older spelling of `message_property_mappings.content`.")
@@ -67,9 +76,17 @@ class DatasetSpec(EntryRows):
     drop_system_message: bool = inner(False, "Drop system messages.")
     split_thinking: bool = inner(False, "Move the text inside `<think>` tags to the reasoning property of the message.")
     step_separator: str | None = inner(None, "Text between reasoning steps, for process reward models.")
+    logprobs_field: str | None = inner(None, "Column of a teacher's log-probs, for distillation.")
     server_name: str | None = inner(None, "NeMo Gym server that verifies these rows.")
     max_completion_length: PositiveInt | None = inner(None, "Longest completion, for process reward models.")
     train_on_last_step_only: bool = inner(False, "Label the last step only, for process reward models.")
+
+
+class MixWeights(Strict):
+    """One entry of `mix_schedule`."""
+
+    step: int = inner(0, "Optimizer step from which these weights hold.", ge=0)
+    weights: list[float] = inner([], "One for each dataset, in proportion; 0 leaves a dataset out.")
 
 
 class DataSection(RowSection):
@@ -82,6 +99,23 @@ class DataSection(RowSection):
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
     in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapping it from disk.")
     deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
+    near_duplicates: float | None = setting(
+        "dataset_near_deduplication", None, "Drop training rows as similar as this to an earlier one (0.8).", gt=0, le=1
+    )
+    contamination: Literal["warn", "drop"] | None = setting(
+        "dataset_contamination_check", None, "What happens to training rows that contain an evaluation row."
+    )
+    streaming: bool = setting("streaming", False, "Read and encode the training data while training, not before.")
+    buffer_size: PositiveInt = setting(
+        "streaming_buffer_size", 4096, "Rows of a stream that are shuffled together; 1: no shuffling."
+    )
+    mix: Literal["concatenate", "interleave_under", "interleave_over", "interleave_once"] = setting(
+        "mix", "concatenate", "How several datasets are joined; interleaved ones keep the proportion of their weights."
+    )
+    mix_schedule: list[MixWeights] = setting("mix_schedule", [], "Weights of the datasets from given steps on.")
+    curriculum_column: str | None = setting(
+        "curriculum_column", None, "Column with numbers by which rows are ordered, lowest first."
+    )
     train_on_inputs: bool = setting("train_on_inputs", False, "Also train on prompts, for SFT.")
     chat_template: str | None = setting("chat_template", None, "Name of the chat template; else the tokenizer's.")
     chat_template_jinja: str | None = setting("chat_template_jinja", None, "Text or file, with `chat_template: jinja`.")

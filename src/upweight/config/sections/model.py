@@ -23,6 +23,9 @@ class ModelSection(Section):
     tokenizer: str | None = setting("tokenizer_config", None, "Hub id or folder of the tokenizer; else `base_model`.")
     tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
     tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is used.")
+    mistral_tokens: bool = setting(
+        "tokenizer_use_mistral_common", False, "Read Mistral's `tekken.json` with its tokens for BOS, EOS and padding."
+    )
     tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
     model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
     revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))
@@ -57,6 +60,36 @@ class ModelSection(Section):
     fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
     pure_bf16: bool = setting("bfloat16", False, "Train in bfloat16 without float32 masters: small updates vanish.")
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
+
+
+LOGGED = "logged"  # in place of a teacher: the rows hold its log-probs
+SELF = "self"  # in place of a teacher: the policy itself
+
+
+class TeacherSection(Section):
+    """The models that are distilled."""
+
+    teacher: str | None = setting(
+        "distill.teacher",
+        None,
+        "Teacher: a folder, a hub id, an adapter's folder, a vLLM server's URL, `self`, `logged`.",
+    )
+    teachers: dict[str, str] = setting(
+        "distill.teachers", {}, "Several teachers by name; the column `teacher_id` of a row names its teacher."
+    )
+    revision: str | None = setting("distill.teacher_revision", None, "Hub branch, tag or commit of the teacher.")
+    load_options: dict[str, Any] = setting(
+        "distill.teacher_kwargs", {}, "Further arguments of `from_pretrained` for the teacher."
+    )
+    load_in_4bit: bool = setting("distill.teacher_load_in_4bit", False, "Quantise the teacher to 4 bits.")
+    load_in_8bit: bool = setting("distill.teacher_load_in_8bit", False, "Quantise the teacher to 8 bits.")
+
+    server_timeout: float = setting("distill.server_timeout", 240, "Seconds to wait for a teacher's server.", gt=0)
+
+    @property
+    def places(self) -> dict[str | None, str]:
+        """The teachers by their names; a single one has none."""
+        return {None: self.teacher} if self.teacher is not None else {**self.teachers}
 
 
 class LoftQ(Strict):

@@ -4,17 +4,20 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from upweight.settings import PositiveInt, Section, Strict, setting
+from upweight.settings import PositiveInt, Section, Strict, UserPath, setting
 
 OptimizerName = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit",
     "paged_adamw_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "lion",
     "lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
     "rmsprop_bnb_32bit", "adafactor", "sgd", "adagrad", "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free_adamw",
-    "schedule_free_sgd", "schedule_free_radam", "stable_adamw",
+    "schedule_free_sgd", "schedule_free_radam", "stable_adamw", "galore_adamw", "galore_adamw_8bit",
+    "galore_adafactor", "apollo_adamw", "muon",
 ]  # fmt: skip
 FROM_BITSANDBYTES = {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion", "ademamix"))}
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if "bnb" in name or name == "adamw_8bit"}
+GALORE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
+LOW_RANK = (*GALORE, "apollo_adamw")  # of gradients, projected to few dimensions
 SchedulerName = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
     "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "warmup_stable_decay",
@@ -51,9 +54,24 @@ class OptimSection(Section):
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
     max_steps: PositiveInt | None = setting("max_steps", None, "Number of optimizer steps; overrides `num_epochs`.")
-    optimizer: OptimizerName = setting("optimizer", "adamw_torch_fused", "Optimizer, named as in transformers.")
+    optimizer: OptimizerName | UserPath = setting(
+        "optimizer", "adamw_torch_fused", "Optimizer, named as in transformers; or a class or function of yours."
+    )
     optimizer_args: str | dict[str, Any] | None = setting("optim_args", None, "Further arguments of the optimizer.")
-    scheduler: SchedulerName = setting("lr_scheduler", "cosine", "Learning rate schedule, named as in transformers.")
+    optim_target_modules: list[str] | str | None = setting(
+        "optim_target_modules", None, "Linear layers whose gradients GaLore or APOLLO project; `all-linear` for all."
+    )
+    muon_momentum: float = setting("muon_momentum", 0.95, "Muon's momentum.", ge=0, lt=1)
+    muon_nesterov: bool = setting("muon_nesterov", True, "Whether Muon's momentum is Nesterov's.")
+    muon_ns_steps: PositiveInt = setting("muon_ns_steps", 5, "Newton-Schulz steps of Muon.")
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = setting(
+        "muon_adjust_lr",
+        "match_rms_adamw",
+        "How Muon scales its rate by a weight's shape; the default fits AdamW's rates.",
+    )
+    scheduler: SchedulerName | UserPath = setting(
+        "lr_scheduler", "cosine", "Learning rate schedule, named as in transformers; or a function of yours."
+    )
     scheduler_args: dict[str, Any] = setting("lr_scheduler_kwargs", {}, "Further arguments of the schedule.")
     cosine_min_ratio: float | None = setting(
         "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
@@ -71,6 +89,12 @@ class OptimSection(Section):
     )
     lr_groups: list[RateGroup] = setting("lr_groups", [], "Learning rates for named modules.")
     unfrozen: list[str] | None = setting("unfrozen_parameters", None, "Patterns of parameters; only these are trained.")
+    router_aux_loss_coef: float | None = setting(
+        "router_aux_loss_coef",
+        None,
+        "Weight of a mixture's load-balancing loss; unset: that of the model's config, 0: off.",
+        ge=0,
+    )
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
     full_determinism: bool = setting("full_determinism", False, "Use deterministic kernels only; slower.")

@@ -2,7 +2,7 @@
 
 from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Format
-from upweight.data.formats import ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
+from upweight.data.formats import distill, ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
 
 FORMATS: dict[str, dict[str, Format]] = {
     "pairs": pairs.FORMATS,
@@ -11,6 +11,7 @@ FORMATS: dict[str, dict[str, Format]] = {
     "text": sft.FORMATS,
     "prompts": prompts.FORMATS | nemo_gym.FORMATS,
     "ebft": ebft.FORMATS,
+    "distill": distill.FORMATS,
 }
 
 

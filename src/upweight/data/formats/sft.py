@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from upweight.data.examples import ALPACA, Example, Format, Setup, Text, Tokens
+from upweight.data.examples import ALPACA, Example, Format, Pieces, Segment, Segments, Setup, Text, Tokens
+from upweight.data.formats import prompt_styles
 from upweight.data.formats.markup import with_system
 from upweight.data.raw_row import Row, RowError, checked_mappings, describe_value
 from upweight.data.tokenize.messages import Conversation, Message
@@ -11,10 +12,8 @@ from upweight.types import IGNORED
 
 # The system text of rows that have none.
 ALPACA_SYSTEM = {
-    ALPACA.format: "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.",
-    ALPACA.no_input_format: "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.",
+    ALPACA.format: prompt_styles.WITH_INPUT,
+    ALPACA.no_input_format: prompt_styles.WITHOUT_INPUT,
 }
 
 
@@ -73,12 +72,22 @@ def instruction(setup: Setup, row: Row) -> list[Example]:
         template = form.no_input_format or form.format or ALPACA.no_input_format
     values = {"instruction": row.text(form.field_instruction), "input": extra}
     prompt = with_system(setup, row, template or "", values, default_system=ALPACA_SYSTEM.get(template, ""))
-    return [Text.joined(prompt, row.text(form.field_output), with_prompt=setup.data.train_on_inputs)]
+    return [Segments((Segment(prompt, setup.data.train_on_inputs), Segment(row.text(form.field_output), True, 1)))]
 
 
 def completion(setup: Setup, row: Row) -> list[Example]:
     """Read raw text; all of it is trained on."""
     return [Text.all_trained(row.text(setup.entry.field or "text"))]
+
+
+def pieces(setup: Setup, row: Row) -> list[Example]:
+    """Read raw text and split it into pieces of `sequence_len`; all of it is trained on."""
+    return [Pieces(row.text(setup.entry.field or "text"))]
+
+
+def pretrain(setup: Setup, row: Row) -> list[Example]:
+    """Read raw text and split it into windows that overlap; all of it is trained on."""
+    return [Pieces(row.text(setup.entry.text_column or "text"), windows=True)]
 
 
 def trl_columns(setup: Setup, row: Row) -> list[Example]:
@@ -134,7 +143,9 @@ FORMATS: dict[str, Format] = {
     "chat_template.default": chat,
     "sharegpt": chat,
     "alpaca": instruction,
-    "completion": completion,
+    "completion": pieces,
+    "pretrain": pretrain,
     "user_defined": instruction,
     "passthrough": trl_columns,
+    **prompt_styles.FORMATS,
 }

@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow.parquet
-from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
@@ -24,10 +23,12 @@ from upweight.config import Config
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
+from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream, StreamStart
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.models.hub import is_offline
 from upweight.row_rules import select_from_entry
 
 FILE_KINDS = {
@@ -78,19 +79,20 @@ class GivenTable(Table):
         return [content.hexdigest(), len(self.dataset)]
 
 
-Source = LineFile | Table
+RowTable = LineFile | Table | StreamStart  # rows by their number
+Source = RowTable | RowStream
 
 
 @dataclass(frozen=True)
 class RowSelection:
     """Rows selected from sources, in order."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[RowTable, ...]
     source_R: NDArray[np.int32]
     index_R: NDArray[np.int64]
 
     @staticmethod
-    def of(source: Source) -> "RowSelection":
+    def of(source: RowTable) -> "RowSelection":
         """Return all rows of a source."""
         return RowSelection((source,), np.zeros(len(source), np.int32), np.arange(len(source)))
 
@@ -135,19 +137,42 @@ class OpenedDataset:
         return [[name, [source.identity() for source in sources]] for name, sources in splits]
 
     def rows(self) -> RowSelection:
-        """Return the rows of the entry's split, shard and `max_samples`."""
+        """Return the rows of the entry's split, `skip`, shard and `max_samples`."""
         rows = RowSelection.join([self._select_split(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
-        return rows.select(select_from_entry(self.entry, len(rows), self.seed))
+        return rows.select(select_from_entry(self.entry, len(rows), self.seed, self.where))
 
-    def _select_split(self, part: dict[str, list[Source]]) -> RowSelection:
+    def streams(self) -> list[RowStream]:
+        """Return the streams of the entry's split, in order."""
+        chosen: list[RowStream] = []
+        for part in self.parts:
+            split = self._split(part)
+            if split not in part:
+                remedy = f"There is {', '.join(map(repr, part))}; slices need an entry without 'streaming'."
+                raise UserError(f"{self.where}: split {split!r} cannot be streamed. {remedy}")
+            chosen += [source for source in part[split] if isinstance(source, RowStream)]
+        return chosen
+
+    def first_rows(self, count: int) -> "OpenedDataset":
+        """Return the entry of a stream with its first rows in its place."""
+        starts: list[Source] = [StreamStart(stream, count) for stream in self.streams()]
+        entry = self.entry.model_copy(update={"split": None, "max_samples": None})
+        return OpenedDataset(entry, f"{self.where}, first rows", ({"train": starts},), self.evaluation, self.seed)
+
+    def _split(self, part: dict[str, list[Source]]) -> str:
         preferred = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
         split = self.entry.split or next((name for name in preferred if name in part), None)
         if split is None and len(part) > 1:
             raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
-        split = split or next(iter(part))
-        whole = {name: RowSelection.join(list(map(RowSelection.of, sources))) for name, sources in part.items()}
+        return split or next(iter(part))
+
+    def _select_split(self, part: dict[str, list[Source]]) -> RowSelection:
+        split = self._split(part)
+        whole = {
+            name: RowSelection.join([RowSelection.of(one) for one in sources if not isinstance(one, RowStream)])
+            for name, sources in part.items()
+        }
         try:
             ranges = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(r) for name, r in whole.items()})
         except (ValueError, AssertionError) as error:
@@ -210,33 +235,40 @@ def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool =
 
 def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
     """Return the sources of one entry (and one of its names), by split."""
-    path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
+    path, kind, streaming = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type), bool(entry.streaming)
     if path and "://" in path:
-        return _load_tables(kind or FILE_KINDS.get(_file_suffix(Path(path)), "json"), data_files=path)
+        file_kind = kind or FILE_KINDS.get(_file_suffix(Path(path)), "json")
+        return _load_tables(file_kind, data_files=path, streaming=streaming)
     local = next((candidate for candidate in _lookup_paths(path, folder) if candidate.exists()), None) if path else None
     if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
-        return _sources(_matching_files(entry, where, local, folder), kind)
+        return _sources(_matching_files(entry, where, local, folder), kind, streaming)
     if local and local.is_file():
-        return _sources([local], kind)
+        return _sources([local], kind, streaming)
     if local:
-        return _open_folder(local, name, kind)
+        return _open_folder(local, name, kind, streaming)
+    if glob.has_magic(path):
+        pattern = entry.model_copy(update={"data_files": path})
+        return _sources(_matching_files(pattern, where, None, folder), kind, streaming)
     tried = _paths_tried(path, folder)
     # Such a path cannot be the name of a dataset on the hub.
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
     if by_form or _file_suffix(Path(path)) in FILE_KINDS:
         raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar_to(path, folder)}")
+    offline = " The hub is not asked: it is switched off (HF_HUB_OFFLINE) or cannot be reached." if is_offline() else ""
     try:
-        return _load_tables(path, name=name, revision=entry.revision, data_files=entry.data_files)
+        options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
+        return _load_tables(path, **options, streaming=streaming)
     except LOADING_ERRORS as error:
-        offline = " The hub is disabled (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
         problem = f"is no file or folder (tried {tried}), and it cannot be loaded from the hub: {_root_reason(error)}."
         raise UserError(f"{where}: {problem}{offline}{_similar_to(path, folder)}") from error
 
 
-def _sources(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
+def _sources(files: list[Path], kind: str | None, streaming: bool = False) -> dict[str, list[Source]]:
     """Open files that together make the split `train`."""
+    if streaming:
+        return {"train": [FileStream(files, [kind or FILE_KINDS.get(_file_suffix(file), "json") for file in files])]}
     sources: list[Source] = []
     for file in files:
         file_kind = kind or FILE_KINDS.get(_file_suffix(file), "json")
@@ -249,17 +281,34 @@ def _sources(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
     return {"train": sources}
 
 
-def _open_folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[Source]]:
+def _open_folder(folder: Path, name: str | None, kind: str | None, streaming: bool) -> dict[str, list[Source]]:
     """Open a folder that `datasets` saved, or one of files whose names contain their split."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        return _by_split(datasets.load_from_disk(str(folder)))
+        saved = datasets.load_from_disk(str(folder))
+        if not streaming:
+            return _by_split(saved)
+        parts = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+        return {str(split): [_saved_files(part)] for split, part in parts.items()}
     options: dict[str, Any] = {"path": kind, "data_dir": str(folder)} if kind else {"path": str(folder), "name": name}
     builder = datasets.load_dataset_builder(**options)
     file_kind, files = builder.name or "", builder.config.data_files or {}
-    if file_kind not in ("json", "text", "csv"):
+    if streaming and file_kind not in READERS:
+        return _by_split(builder.as_streaming_dataset())
+    if not streaming and file_kind not in ("json", "text", "csv"):
         builder.download_and_prepare()
         return _by_split(builder.as_dataset())
-    return {str(split): _sources([Path(file) for file in paths], file_kind)["train"] for split, paths in files.items()}
+    return {
+        str(split): _sources([Path(file) for file in paths], file_kind, streaming)["train"]
+        for split, paths in files.items()
+    }
+
+
+def _saved_files(saved: datasets.Dataset) -> RowStream:
+    """Return the files of a dataset that was saved whole, else its rows in their order."""
+    if saved._indices is None:
+        files = [Path(file["filename"]) for file in saved.cache_files]
+        return FileStream(files, ["arrow"] * len(files))
+    return IterableStream(saved.to_iterable_dataset())
 
 
 def _load_tables(path: str, **options: Any) -> dict[str, list[Source]]:
@@ -268,7 +317,11 @@ def _load_tables(path: str, **options: Any) -> dict[str, list[Source]]:
 
 def _by_split(loaded: Any) -> dict[str, list[Source]]:
     splits = loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
-    return {str(split): [Table(dataset)] for split, dataset in splits.items()}
+    return {str(split): [_source(dataset)] for split, dataset in splits.items()}
+
+
+def _source(dataset: Any) -> Source:
+    return IterableStream(dataset) if isinstance(dataset, datasets.IterableDataset) else Table(dataset)
 
 
 def _csv_options(kind: str, file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import mmap
@@ -11,13 +12,14 @@ import shutil
 import tempfile
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from upweight.errors import UserError
@@ -25,14 +27,24 @@ from upweight.errors import UserError
 READ_BYTES = 1 << 26
 LIST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\[")
 SPACES = np.frombuffer(b" \t\r\f\v", np.uint8)
-COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def _open_zst(path: Path, mode: str = "rb", encoding: str | None = None, newline: str | None = None) -> Any:
+    content = io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return io.TextIOWrapper(content, encoding, newline=newline) if "t" in mode else content
+
+
+COMPRESSED: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst,
+}  # fmt: skip
 
 
 class LineFile:
     """The rows of one file of JSON or text; blank lines are skipped."""
 
     def __init__(self, path: Path, kind: Literal["json", "text"]) -> None:
-        self.path, self.kind = path, kind
+        self.path = path
+        self.kind: Literal["json", "text"] = kind
 
     def identity(self) -> list[Any]:
         """Return what identifies this content in the cache key: path, size, modification time."""
@@ -72,7 +84,7 @@ class LineFile:
         spans = _line_spans(self._read_bytes)
         if len(spans) <= 1 or not _opens_object(self._decode_span(spans[0, 0], spans[0, 1], 1).rstrip()):
             return spans
-        with self._explain_errors(1):
+        with _explain_errors(self.path, 1):
             json.loads(self._decode_span(0, len(self._read_bytes), 1))
         return np.array([[0, len(self._read_bytes), spans[0, 2]]])
 
@@ -81,7 +93,7 @@ class LineFile:
         text, decoder, spans = self._decode_span(0, len(self._read_bytes), 1), json.JSONDecoder(), []
         mark = BOM_UTF8 if self._read_bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
         position, seen, seen_bytes, line = text.index("[") + 1, 0, len(mark), 1
-        with self._explain_errors(1):
+        with _explain_errors(self.path, 1):
             while (position := _skip_space(text, position)) < len(text) and text[position] != "]":
                 _, end = decoder.raw_decode(text, position)
                 line += text.count("\n", seen, position)
@@ -98,38 +110,47 @@ class LineFile:
         return np.array(spans, np.int64).reshape(-1, 3)
 
     def _decode_span(self, first: int, last: int, line: int) -> str:
-        raw = self._read_bytes[first:last]
-        try:
-            return raw.decode("utf-8-sig" if first == 0 else "utf-8")
-        except UnicodeDecodeError as error:
-            line += raw.count(b"\n", 0, error.start)
-            raise UserError(f"{self.path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from error
+        return _decoded(self.path, self._read_bytes[first:last], line)
 
     def _parse_row(self, index: int) -> dict[str, Any]:
         first, last, line = (int(value) for value in self._row_spans[index])
-        text = self._decode_span(first, last, line)
-        if self.kind == "text":
-            return {"text": text.rstrip("\r\n")}
-        with self._explain_errors(line):
-            row = json.loads(text)
-        if not isinstance(row, dict):
-            raise UserError(f"{self.path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
-        return row
+        return parse_line(self.path, self._read_bytes[first:last], line, self.kind)
 
-    @contextmanager
-    def _explain_errors(self, line: int) -> Iterator[None]:
-        """Turn JSON errors into errors about this file; the text that is decoded begins on `line`."""
-        try:
-            yield
-        except json.JSONDecodeError as error:
-            where = f"{self.path}:{line + error.lineno - 1}"
-            rest = error.doc[error.pos :].partition("\n")[0].lstrip()
-            if rest.startswith(("//", "#", "/*")):
-                raise UserError(f"{where}: a comment ({rest[:30]!r}) is not JSON. Remove it.") from error
-            remedy = "Write one object on each line, or one list of objects."
-            raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}. {remedy}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-            raise UserError(f"{self.path}:{line}: cannot be read as JSON: {error}.") from error
+
+def parse_line(path: Path, raw: bytes, line: int, kind: Literal["json", "text"]) -> dict[str, Any]:
+    """Return the row that the bytes of a JSON object or a line of text hold; they begin on `line` of the file."""
+    text = _decoded(path, raw, line)
+    if kind == "text":
+        return {"text": text.rstrip("\r\n")}
+    with _explain_errors(path, line):
+        row = json.loads(text)
+    if not isinstance(row, dict):
+        raise UserError(f"{path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
+    return row
+
+
+def _decoded(path: Path, raw: bytes, line: int) -> str:
+    try:
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        raise UserError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from error
+
+
+@contextmanager
+def _explain_errors(path: Path, line: int) -> Iterator[None]:
+    """Turn JSON errors into errors about a file; the text that is decoded begins on `line`."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        where = f"{path}:{line + error.lineno - 1}"
+        rest = error.doc[error.pos :].partition("\n")[0].lstrip()
+        if rest.startswith(("//", "#", "/*")):
+            raise UserError(f"{where}: a comment ({rest[:30]!r}) is not JSON. Remove it.") from error
+        remedy = "Write one object on each line, or one list of objects."
+        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}. {remedy}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise UserError(f"{path}:{line}: cannot be read as JSON: {error}.") from error
 
 
 def _opens_object(text: str) -> bool:

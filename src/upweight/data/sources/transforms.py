@@ -1,4 +1,4 @@
-"""A user's transform of rows, named by `datasets.type`."""
+"""A user's functions of rows: the transform that `datasets.type` names, and the filter."""
 
 import inspect
 import sys
@@ -54,6 +54,21 @@ class Transform:
         if len({len(values) for values in result.values()}) > 1:
             raise RowError(self.name, "columns of one length from this batched transform")
         return [kept | dict(zip(result, values, strict=True)) for values in zip(*result.values(), strict=True)]
+
+
+class RowFilter:
+    """A user's filter: it takes a row and returns whether the row is kept."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function, self.name, self.source_text = function, name, source_of(function)
+
+    def __call__(self, row: Mapping[str, Any]) -> bool:
+        try:
+            with redirect_stdout(sys.stderr):
+                return bool(self.function(dict(row)))
+        except (Exception, SystemExit) as error:  # foreign code
+            expected = f"a row that this filter can read; it failed with {describe_error(error)}"
+            raise RowError(self.name, expected) from error
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import Any
 
+from upweight.data.tokenize.word_cache import PLAIN, WordIds
 from upweight.errors import UserError
 
 MAX_SPLIT_TOKENS = 64  # distinct special tokens at which texts are split
@@ -32,6 +33,7 @@ class TextTokens:
         self.ends = frozenset(special | self.turn_ends | ({self.eos} if self.eos is not None else set()))
         self._pattern = _split_pattern(tokenizer)
         self._is_checked = False
+        self._words = WordIds.of(tokenizer)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without added special tokens."""
@@ -53,8 +55,11 @@ class TextTokens:
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return encoded["input_ids"]
+        if self._words is not None:
+            if (ids := self._words.ids(texts)) is not None:
+                return ids
+            self._words = None
+        return self.tokenizer(list(texts), **PLAIN)["input_ids"]
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Return the ids with exactly one BOS in front, if the tokenizer adds one to texts."""

@@ -1,11 +1,13 @@
-"""Advantages of the sequences of a generation batch from its rewards; a NaN reward does not apply."""
+"""Advantages of the sequences of a generation batch from its rewards; a NaN reward does not apply.
+
+Where rewards are those from each token on, every tensor has a further axis of token positions (`_ST`, `_SRT`): each
+position has its own mean, and all of them are divided by the largest of their deviations.
+"""
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from upweight.errors import UserError
+from upweight.lazy_torch import Tensor, torch
 
 EPSILON = 1e-4
 Scale = Literal["group", "batch", "none"]
@@ -19,7 +21,7 @@ def group_statistics(values_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor,
     groups = int(group_S.max()) + 1 if len(group_S) else 0
 
     def total(terms_S: Tensor) -> Tensor:
-        return terms_S.new_zeros(groups).index_add(0, group_S, terms_S)[group_S]
+        return terms_S.new_zeros(groups, *terms_S.shape[1:]).index_add(0, group_S, terms_S)[group_S]
 
     size_S = total(valid_S.double())
     mean_S = total(values_S) / size_S.clamp(min=1)
@@ -33,7 +35,7 @@ def weighted_reward(rewards_SR: Tensor, weights: tuple[float, ...] | None) -> Te
     if weights is not None and len(weights) != count:
         raise UserError(f"trl.reward_weights has {len(weights)} entries for {count} reward functions: give one each")
     weight_R = torch.tensor(weights or (1.0,) * count, dtype=torch.float64, device=rewards_SR.device)
-    total_S = (rewards_SR.double() * weight_R).nansum(1).float()
+    total_S = (rewards_SR.double() * weight_R.view(-1, *[1] * (rewards_SR.ndim - 2))).nansum(1).float()
     return total_S.masked_fill(rewards_SR.isnan().all(1), float("nan"))
 
 
@@ -42,6 +44,8 @@ def normalised(reward_S: Tensor, group_S: Tensor, scale: Scale) -> Tensor:
     mean_S, std_S, _ = group_statistics(reward_S, group_S)
     if scale == "batch":
         std_S = group_statistics(reward_S, torch.zeros_like(group_S))[1]
+    if std_S.ndim > 1:
+        std_S = std_S.amax(1, keepdim=True)
     divisor_S = torch.ones_like(std_S) if scale == "none" else std_S + EPSILON
     return ((reward_S - mean_S) / divisor_S).nan_to_num(0.0).float()
 

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from upweight.lazy_torch import F, Tensor, torch
 
 LossType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -127,7 +125,7 @@ def discopop(pairs: Pairs) -> Tensor:
     return -(1 - gate_P) * F.logsigmoid(pairs.margin_P) + exponential_P
 
 
-def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Tensor) -> dict[str, Tensor]:
+def step_values(loss_types: tuple[str, ...], policy_P2: Tensor, ref_P2: Tensor) -> dict[str, Tensor]:
     """Return the values that `aot` and `aot_unpaired` need sorted over the whole step."""
     values: dict[str, Tensor] = {}
     if "aot" in loss_types:

@@ -2,11 +2,9 @@
 
 import math
 
-import torch
-from torch import Tensor
-
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import sequence_sum
-from upweight.types import Batch
+from upweight.types import Batch, Extreme, Mean, Metric
 
 
 def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, cap: float | None) -> Tensor:
@@ -64,3 +62,26 @@ def quantile(values: Tensor, share: float) -> Tensor:
     below = int(position)
     ordered = values.sort().values
     return torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], position - below)
+
+
+def clip_metrics(
+    ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float, *, batch: Batch | None = None
+) -> dict[str, Metric]:
+    """Return the fractions of tokens whose gradient the clip removed; without a batch, values are of sequences."""
+    below_T = (ratio_T < 1 - low) & (advantage_T < 0)
+    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
+
+    def extreme(clipped_T: Tensor, sign: int) -> Extreme:
+        """Return the extreme of the sequences' shares."""
+        if batch is None:
+            return Extreme.over(clipped_T, sampled_T, sign)
+        scored_S = sequence_sum(sampled_T.float(), batch)
+        return Extreme.over(sequence_sum(clipped_T.float(), batch) / scored_S.clamp(min=1), scored_S > 0, sign)
+
+    return {
+        "clip_ratio/low_mean": Mean.over(below_T, sampled_T),
+        "clip_ratio/low_min": extreme(below_T, -1),
+        "clip_ratio/high_mean": Mean.over(above_T, sampled_T),
+        "clip_ratio/high_max": extreme(above_T, 1),
+        "clip_ratio/region_mean": Mean.over(below_T | above_T, sampled_T),
+    }

@@ -11,6 +11,8 @@ from pydantic import NonNegativeInt, PositiveInt, validate_call
 from upweight.errors import UserError
 from upweight.rewards.builtin.spec import BUILTINS, builtin, builtin_reward
 from upweight.rewards.builtin.text import ScoreList, texts_of
+from upweight.rewards.invoke import checked_values
+from upweight.rewards.parts import PartRewards
 
 
 @builtin
@@ -71,9 +73,17 @@ class AdaptiveReward:
         if step is not None and step != self._step:
             self._end_step()
             self._step = step
-        scores = self.reward(completions, **columns)
-        weighted = [None if score is None else score * self.weight for score in scores]
-        known = [score for score in scores if score is not None and not math.isnan(score)]
+        scores = checked_values(self.reward(completions, **columns), self.__name__, len(completions))
+        weighted: list[Any] = [
+            score.times(self.weight)
+            if isinstance(score, PartRewards)
+            else None
+            if score is None
+            else score * self.weight
+            for score in scores
+        ]
+        totals = [score.total if isinstance(score, PartRewards) else score for score in scores]
+        known = [total for total in totals if total is not None and not math.isnan(total)]
         self._scored += len(known)
         self._succeeded += sum(score >= self.success for score in known)
         if step is None:

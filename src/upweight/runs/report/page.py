@@ -19,7 +19,7 @@ from upweight.runs.report.run import RunReader, folders_of
 from upweight.version import __version__
 
 STYLES = ("uplot/uPlot.min.css", "page.css")
-SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "completions.js", "sections.js", "main.js")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "spreads.js", "completions.js", "sections.js", "main.js")
 COMPARISON = "comparison.html"
 GENERIC = {"out", "output", "outputs", "run", "model"}  # folder names that do not identify a run
 
@@ -77,9 +77,21 @@ def page(data: Mapping[str, Any]) -> str:
         "SCRIPTS": "\n".join(f"<script>{script}</script>" for script in scripts),
         "DATA": embedded(data),
     }
-    text = _read_asset("page.html")
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part, 1)
+    return _filled("page.html", parts)
+
+
+def plain_page(title: str, body: str) -> str:
+    """Return the HTML of a page without scripts; `body` is markup."""
+    style = _read_asset("page.css")
+    policy = f"default-src 'none'; style-src {_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+    parts = {"POLICY": html.escape(policy), "TITLE": html.escape(f"{title} · Upweight")}
+    return _filled("plain.html", {**parts, "STYLES": f"<style>{style}</style>", "BODY": body})
+
+
+def _filled(name: str, parts: Mapping[str, str]) -> str:
+    text = _read_asset(name)
+    for part, content in parts.items():
+        text = text.replace(f"<!--{part}-->", content, 1)
     return text
 
 

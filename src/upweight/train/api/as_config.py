@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from datasets import IterableDataset
 from peft import PeftModel
 
 from upweight.config import Config
@@ -15,6 +16,7 @@ from upweight.config.config import SECTIONS, general_keys
 from upweight.config.resolve import resolve
 from upweight.config.rules import check
 from upweight.config.rules.keys import switched_off
+from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.environment import ENVIRONMENT_REWARDS
 from upweight.config.sections.model import SpecialTokens
 from upweight.errors import UserError
@@ -70,8 +72,10 @@ def build_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = Non
         value = getattr(args, argument)
         values[section][key.name] = value.value if isinstance(value, enum.Enum) else value
     values["optim"] |= {"max_steps": args.max_steps if args.max_steps > 0 else None}
-    values["data"] |= args.data_settings()
-    values["data"] |= {"test_datasets": [args.dataset_row() for _ in objects.eval_sets()]}
+    values["data"] |= args.data_settings() | {"datasets": _datasets(args, objects)}
+    streamed = [isinstance(rows, IterableDataset) for rows in objects.eval_sets().values()]
+    tests = [args.dataset_row().model_copy(update={"streaming": one}) for one in streamed]
+    values["data"] |= {"test_datasets": tests}
     plugin = args.fsdp_plugin_args or {}
     wrapping = {"state_dict": plugin.get("state_dict_type"), "wrap_policy": plugin.get("auto_wrap_policy")}
     values["sharding"] |= {"fsdp": bool(args.fsdp), "low_memory_loading": args.deepspeed is not None, **wrapping}
@@ -94,6 +98,20 @@ def build_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = Non
         for section, kind in SECTIONS.items()
     }
     return resolve(Config(**sections, method=args.method(), set_keys=_set_keys(args), folder=Path.cwd()))
+
+
+def _datasets(args: Any, objects: Objects) -> list[DatasetSpec]:
+    """Return an entry for each training set: how it is weighted, and whether it is a stream."""
+    given = objects.train_sets()
+    weights = args.mix_weights or {}
+    if weights and objects.train_dataset is not None and set(weights) != set(given):
+        raise UserError(f"mix_weights: has {', '.join(weights)}; the datasets are {', '.join(given)}.")
+    return [
+        args.dataset_row().model_copy(
+            update={"weight": weights.get(name), "streaming": isinstance(rows, IterableDataset)}
+        )
+        for name, rows in given.items()
+    ]
 
 
 def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:

@@ -20,6 +20,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
+from upweight.methods.users.function import UserFunction
 from upweight.settings import Section, keys_of
 from upweight.train.api.as_config import checked_config, error_translator
 from upweight.train.api.fields import field_for, help_of, no_effect, refused, with_help
@@ -31,6 +32,7 @@ BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
 ROWS = "train_dataset"  # stands for the path of a script's rows in rules
 UNLIMITED = 2**31 - 1  # tokens
 LOADING = "Arguments of `from_pretrained`, for a model given by name."
+MIX_WEIGHTS = "Weights of the datasets of a `train_dataset` that is a mapping, by their names."
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
@@ -55,6 +57,12 @@ REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
     "model_adapter_name": "The active adapter is trained.",
     "ref_adapter_name": "The reference is the adapter as it is at the start.",
 }
+FUNCTIONS = ("loss_type", "advantage_estimator")  # arguments that may be functions of the script
+
+
+def as_function(value: Any) -> Any:
+    """Return a function as one that files and pickles can hold, anything else as it is."""
+    return UserFunction.of(value) if callable(value) else value
 
 
 @dataclass
@@ -69,7 +77,7 @@ class MethodArguments(TrainingArguments):
         known = [one.name for one in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
-                hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken."
+                hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken."
                 raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         return super().__new__(cls)
 
@@ -83,6 +91,11 @@ class MethodArguments(TrainingArguments):
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
     dataset_num_proc: int | None = field_for(DataSection, "processes")
     dataset_prepared_path: str = field_for(DataSection, "prepared_path")
+    streaming_buffer_size: int = field_for(DataSection, "buffer_size")
+    mix: str = field_for(DataSection, "mix")
+    mix_weights: dict[str, float] | None = with_help(None, MIX_WEIGHTS)  # noqa: RUF009
+    mix_schedule: list[dict[str, Any]] | None = field_for(DataSection, "mix_schedule", default=None)  # noqa: RUF009
+    curriculum_column: str | None = field_for(DataSection, "curriculum_column")
     token_budget: int | None = field_for(OptimSection, "token_budget")
     layout: Literal["auto", "tree", "padded"] = field_for(ModelSection, "layout")
     activation_offloading: bool = field_for(OptimSection, "activation_offloading")
@@ -96,12 +109,15 @@ class MethodArguments(TrainingArguments):
     disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=True)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
-    router_aux_loss_coef: float | None = refused(None, "the routers' balance is not trained; remove it")
+    router_aux_loss_coef: float | None = field_for(OptimSection, "router_aux_loss_coef")
     use_liger_kernel: bool = no_effect(False, FUSED_HEAD)
     padding_free: bool = no_effect(False, PACKED)
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)
 
     def __post_init__(self) -> None:
+        for name in FUNCTIONS:
+            if (value := getattr(self, name, None)) is not None:
+                setattr(self, name, [*map(as_function, value)] if isinstance(value, list) else as_function(value))
         if self.max_steps is None:
             self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.warmup_ratio is not None:
@@ -201,7 +217,8 @@ class SFTConfig(MethodArguments):
 
     method_class: ClassVar = SFT
 
-    loss_type: str = field_for(SFT, "loss_type")
+    loss_type: str = field_for(SFT, "loss_type")  # or a function
+    method_args: dict[str, Any] | None = field_for(SFT, "method_args", default=None)  # noqa: RUF009
     disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=False)
     completion_only_loss: bool | None = with_help(None, "Train on completions only; unset: where rows have prompts.")
     assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
@@ -258,6 +275,7 @@ class DPOConfig(ReferenceArguments):
     method_class: ClassVar = DPO
 
     loss_type: str | list[str] = field_for(DPO, "loss_type")  # noqa: RUF009
+    method_args: dict[str, Any] | None = field_for(DPO, "method_args", default=None)  # noqa: RUF009
     loss_weights: list[float] | None = field_for(DPO, "loss_weights")  # noqa: RUF009
     label_smoothing: float = field_for(DPO, "label_smoothing")
     ld_alpha: float | None = field_for(DPO, "ld_alpha")
@@ -273,7 +291,8 @@ class KTOConfig(ReferenceArguments):
 
     method_class: ClassVar = KTO
 
-    loss_type: str = field_for(KTO, "loss_type")
+    loss_type: str = field_for(KTO, "loss_type")  # or a function
+    method_args: dict[str, Any] | None = field_for(KTO, "method_args", default=None)  # noqa: RUF009
     desirable_weight: float = field_for(KTO, "desirable_weight")
     undesirable_weight: float = field_for(KTO, "undesirable_weight")
 

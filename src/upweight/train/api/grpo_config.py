@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from upweight.config.peers import FUSED_HEAD, STANDARD_SERVER
 from upweight.config.sections.data import DataSection
+from upweight.config.sections.model import TeacherSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.methods import GRPO, RLOO
@@ -111,12 +112,17 @@ class GRPOConfig(RolloutArguments):
     vllm_importance_sampling_cap: float | None = field_for(GRPO, "sampler_correction_cap", default=None)
     vllm_importance_sampling_clip_min: float | None = field_for(GRPO, "sampler_correction_floor")
     beta: float = field_for(GRPO, "beta")
-    loss_type: str = field_for(GRPO, "loss_type")
+    loss_type: str = field_for(GRPO, "loss_type")  # or a function
+    method_args: dict[str, Any] | None = field_for(GRPO, "method_args", default=None)  # noqa: RUF009
     delta: float | None = field_for(GRPO, "delta")
     importance_sampling_level: str = field_for(GRPO, "importance_sampling_level")
-    advantage_estimator: str = field_for(GRPO, "advantage_estimator")
+    advantage_estimator: str = field_for(GRPO, "advantage_estimator")  # or a function
     scale_rewards: str = field_for(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
     multi_objective_aggregation: str = field_for(GRPO, "aggregation")
+    teacher_kl_coef: float = field_for(GRPO, "teacher_kl_coef")
+    teacher_model_name_or_path: str | None = field_for(TeacherSection, "teacher")
+    reward_to_go: bool = field_for(GRPO, "reward_to_go")
+    gamma: float = field_for(GRPO, "gamma")
     use_bias_correction_kl: bool = field_for(GRPO, "use_bias_correction_kl")
     off_policy_mask_threshold: float | None = field_for(GRPO, "off_policy_mask_threshold")
     top_entropy_quantile: float = field_for(GRPO, "top_entropy_quantile")

@@ -1,5 +1,6 @@
 """Turn the inputs of a script's trainer into a checked config and objects, and build the trainer's parts."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -7,13 +8,14 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from upweight.config.sections.data import DataSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
+from upweight.methods.users.function import UserFunction
 from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
 from upweight.train.api.as_config import build_config, checked_config, error_translator
@@ -21,11 +23,20 @@ from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import TrainerParts, assemble
 from upweight.train.machine_checks import require_machine
 from upweight.train.objects import Model, Objects, ReadRows
+from upweight.user_modules import asked_names
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
-ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
+ScriptDataset = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
 DATASETS = ("train_dataset", "eval_dataset")
-PASSED_OBJECTS = (*DATASETS, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
+PASSED_OBJECTS = (
+    *DATASETS,
+    "teacher_model",
+    "reward_funcs",
+    "reward_tokenizers",
+    "tools",
+    "rollout_func",
+    "environment_factory",
+)
 NO_INPUTS = ("self", "__class__", "unknown")
 NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
@@ -33,7 +44,6 @@ NOT_TAKEN = {
     "data_collator": "rows are packed into forwards here; change the dataset instead",
     "compute_metrics": "a step has no predictions to hand out; the method's metrics are logged",
     "preprocess_logits_for_metrics": "logits are never built whole; the method's metrics are logged",
-    "compute_loss_func": "the loss is the method's; choose `loss_type`, or override `training_step`",
     "model_init": "give what it returns: `model=model_init()`",
 }
 
@@ -57,20 +67,21 @@ def parts_for(
     optimizers: Any = (None, None),
     optimizer_cls_and_kwargs: Any = None,
     formatting_func: Callable[[Any], str] | None = None,
+    compute_loss_func: Callable[..., Any] | None = None,
     **others: Any,
 ) -> TrainerParts:
     """Build the parts of a trainer from a script's inputs; `others` are further fields of `Objects`."""
     for name in others:
         if name not in PASSED_OBJECTS:
             known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
-            hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
+            hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
-    args = convert_arguments(args, kind)
+    args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
-    _refuse_inputs(model, args, ref_model, peft_config)
+    _refuse_inputs(model, args, ref_model, peft_config, others)
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -116,18 +127,42 @@ def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> 
     return args
 
 
+def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfig:
+    """Return the arguments with a function as the loss, if any; one of logits and labels is refused."""
+    if function is None:
+        return args
+    loss = next((one.name for one in dataclasses.fields(args) if one.name == "loss_type"), None)
+    if loss is None:
+        raise UserError(f"compute_loss_func: {type(args).__name__} has no `loss_type` that it could take the place of.")
+    if {"outputs", "labels"} & set(asked_names(function)):
+        remedy = "Ask for `logps` and `mask` instead: `upweight docs your_own_method` has the names."
+        raise UserError(f"compute_loss_func: logits are never built whole here, so there are no outputs. {remedy}")
+    args = copy.copy(args)
+    setattr(args, loss, UserFunction.of(function))
+    args.method()  # with errors in the words of the arguments
+    return args
+
+
 def reader(
     args: MethodArguments, formatting_func: Callable[[Any], str] | None, *, owns_prompts: bool = False
 ) -> ReadRows:
     """Return a function that turns rows into a Dataset and its settings; `owns_prompts`: an environment has prompts."""
 
-    def read(raw: Any, where: str) -> tuple[Dataset, DataSection]:
+    def read(raw: Any, where: str) -> tuple[Dataset | IterableDataset, DataSection]:
         rows = as_dataset(raw, where)
-        if owns_prompts and "prompt" not in rows.column_names:
-            rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
+        columns = _columns(rows, where)
+        if owns_prompts and "prompt" not in columns:
+            if isinstance(rows, IterableDataset):
+                rows = rows.map(lambda row: {"prompt": NO_PROMPT})
+            else:
+                rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
         if formatting_func is not None:
-            rows = Dataset.from_list([{getattr(args, "dataset_text_field", "text"): formatting_func(r)} for r in rows])
-        columns = rows.column_names
+            text, write = getattr(args, "dataset_text_field", "text"), formatting_func
+            if isinstance(rows, IterableDataset):
+                rows = rows.map(lambda row: {text: write(row)}, remove_columns=columns)
+            else:
+                rows = Dataset.from_list([{text: write(row)} for row in rows])
+        columns = _columns(rows, where)
         if images := [column for column in columns if column in ("image", "images")]:
             raise UserError(f"{where}: the column '{images[0]}' holds images, which are not trained on: remove it.")
         settings = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
@@ -136,12 +171,24 @@ def reader(
     return read
 
 
-def as_dataset(rows: Any, where: str) -> Dataset:
-    """Return rows as a Dataset; raise where they are neither one nor a list of mappings."""
+def _columns(rows: Dataset | IterableDataset, where: str) -> list[str]:
+    """Return the names of the columns; those of a stream without features are its first row's."""
+    if rows.column_names is not None:
+        return rows.column_names
+    first = next(iter(rows), None)
+    if first is None:
+        raise UserError(f"{where}: has no rows.")
+    return list(first)
+
+
+def as_dataset(rows: Any, where: str) -> Dataset | IterableDataset:
+    """Return rows as a Dataset, or as the stream that they are; raise where they are neither nor a list of mappings."""
+    if isinstance(rows, IterableDataset):
+        return rows.with_format(None)
     if isinstance(rows, Dataset):
         return rows if rows.format["type"] == "custom" else rows.with_format(None)  # a transform is part of the rows
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-        got = f"expected a datasets.Dataset or a list of rows, got {type(rows).__name__}"
+        got = f"expected a Dataset, an IterableDataset or a list of rows, got {type(rows).__name__}"
         raise UserError(f"{where}: {got}. `Dataset.from_generator` makes one of anything that yields rows.")
     try:
         return Dataset.from_list([dict(row) for row in rows])
@@ -155,9 +202,11 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
 
 
-def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
-    """Raise for models and adapters of the wrong type, or that do not fit each other."""
-    for name, value in (("model", model), ("ref_model", ref_model)):
+def _refuse_inputs(
+    model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, others: Mapping[str, Any]
+) -> None:
+    """Raise for models and adapters of the wrong type, or that do not fit each other, and for missing rows."""
+    for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", others.get("teacher_model"))):
         if not isinstance(value, str | Model) and (value is not None or name == "model"):
             kinds = "a name, a transformers model or a PeftModel"
             raise UserError(f"{name}: expected {kinds}, got {type(value).__name__}.")
@@ -174,6 +223,17 @@ def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_confi
     if args.n_gpu > 1:
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
+    _require_rows(others.get("train_dataset"))
+
+
+def _require_rows(rows: Any) -> None:
+    """Raise where there is nothing to train on, or where it is a dataset's splits, of which some are for evaluation."""
+    if rows is None:
+        raise UserError("`train_dataset` is required: a Dataset, an IterableDataset, or a list of rows.")
+    if isinstance(rows, DatasetDict | IterableDatasetDict):
+        split = next(iter(rows), "train")
+        remedy = f"Pass one, as `dataset['{split}']`; a plain dict of datasets is a mixture of them."
+        raise UserError(f"train_dataset: {type(rows).__name__} holds splits. {remedy}")
 
 
 def _init_dtype(args: MethodArguments) -> torch.dtype | None:

@@ -26,7 +26,7 @@ class SFTTrainer(MethodTrainer):
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, args: SFTConfig | TrainingArguments | None = None, data_collator: None = None,
         train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
-        compute_loss_func: None = None, compute_metrics: None = None, callbacks: Callbacks = None,
+        compute_loss_func: Callable[..., Any] | None = None, compute_metrics: None = None, callbacks: Callbacks = None,
         optimizers: Optimizers = (None, None), optimizer_cls_and_kwargs: None = None,
         preprocess_logits_for_metrics: None = None, quantization_config: Any = None,
         peft_config: PeftConfig | None = None, formatting_func: Callable[[Any], str] | None = None, **unknown: Any,

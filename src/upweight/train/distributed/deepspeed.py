@@ -105,7 +105,8 @@ class _RestoreGroupSettings(TrainerCallback):
         for group, kept in zip(optimizer.param_groups, saved, strict=True):
             group |= {name: value for name, value in kept.items() if name != "params"}
         for values in optimizer.state.values():
-            values["step"] = copy.deepcopy(values["step"])
+            if "step" in values:  # a user's optimizer may count none
+                values["step"] = copy.deepcopy(values["step"])
 
 
 def _convert(folder: Path, converted: Path) -> str | None:

@@ -11,16 +11,19 @@ from accelerate import PartialState
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
+from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
+from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
-from upweight.rollout.completion_source import CompletionSource, SingleTurn
+from upweight.rollout.completion_source import CompletionSource, SingleTurn, WithDemonstrations
 from upweight.rollout.custom import CustomRollout
+from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.producer import Producer, Ranks
 from upweight.rollout.replay import ReplayBuffer, Reroll
@@ -28,6 +31,7 @@ from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
 from upweight.rollout.sampling_params import build_sampling
 from upweight.train.arguments import step_size
+from upweight.train.distill.sample import TeacherSampler
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
@@ -42,12 +46,16 @@ from upweight.user_modules import load_function
 
 MAX_REROLL = 1024  # failed prompts remembered
 LOSS_IS_NO_MEASURE = (
-    "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
-    "group_reward_std%s"
+    "%s: the loss is no measure of progress (that of a policy gradient is near 0 and may rise while it learns): watch "
+    "reward, group_reward_std%s"
 )
 ZERO_ADVANTAGE_FORWARDED = (
     "%s: completions without an advantage are forwarded like all others, for the sake of %s; "
-    "trl.skip_zero_advantage_batches leaves out those that nothing is computed from"
+    "trl.skip_zero_advantage_batches has nothing to skip"
+)
+USERS_LOSS_FORWARDS = (
+    "trl.loss_type: completions without an advantage are forwarded like all others, since '%s' may act on them; "
+    "if it has no gradient at an advantage of 0, write '%s.skip_zero_advantage = True' below it, and they are skipped"
 )
 
 
@@ -66,13 +74,15 @@ def build_rewards(
 ) -> list[Reward]:
     """Load the rewards of the config or script and of the environment; check that the columns they read exist."""
     dtype, remote = compute_dtype(config.model, device), config.model.trust_remote_code
-    models = ModelOptions(dtype, device, remote, config.data.template_timeout)
+    by_step = config.method.discount is not None
+    models = ModelOptions(dtype, device, remote, config.data.template_timeout, by_step)
     names = () if env_setup is None else env_setup.environment.reward_names
     if objects.from_script:
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
-    if not rewards and (objects.from_script or env_setup is not None):
+    wanted = config.method.needs_rewards
+    if not rewards and wanted and (objects.from_script or env_setup is not None):
         raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     online = config.method.online_settings
     weights = None if online is None or feature_matcher(config.method) else online.reward_weights
@@ -88,7 +98,7 @@ def build_rollouts(
     config: Config,
     objects: Objects,
     policy: Policy,
-    rows: PromptRows,
+    prompts: PromptRows | RowFeed,
     rewards: Sequence[Reward],
     *,
     env_setup: EnvironmentSetup | None,
@@ -99,20 +109,20 @@ def build_rollouts(
     assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and online_settings.zero_advantage_reasons and not method.strided:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(online_settings.zero_advantage_reasons))
+    balanced = ["router_aux_loss_coef"] if policy.router_coefficient else []
+    _log_what_to_watch(method, section, [*online_settings.zero_advantage_reasons, *balanced])
     feature_matching = build_feature_matching(policy)
     sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
+    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
+    rows, order = _prompts(config, prompts, plan)
     backend = backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
-    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
     schedule = _rollout_schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
@@ -120,7 +130,7 @@ def build_rollouts(
         method=method,
         plan=plan,
         rows=rows,
-        order=PromptOrder(len(rows), config.optim.seed, shuffle=not config.data.curriculum),
+        order=order,
         completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
@@ -146,6 +156,28 @@ def build_rollouts(
     )
 
 
+def _log_what_to_watch(method: Method, section: RolloutSection, forwarded_for: Sequence[str]) -> None:
+    """Log what the loss says, and for what completions without an advantage are forwarded."""
+    if not method.evaluates_loss:
+        logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
+    if not section.skip_zero_advantage or method.strided or not forwarded_for:
+        return
+    if (users := method.loss_function) is not None and len(forwarded_for) == 1:
+        logger.info(USERS_LOSS_FORWARDS, users.function.name, users.function.name.rpartition(".")[2])
+    else:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(forwarded_for))
+
+
+def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[PromptRows, PromptOrder | FedPrompts]:
+    """Return the prompts and their order; where the length of a stream is not known, an epoch is the run."""
+    if isinstance(rows, RowFeed):
+        completions = (config.optim.max_steps or 0) * plan.step_size // plan.iterations
+        fed = FedPrompts(rows, rows.epoch_rows or max(completions // plan.group_size, 1))
+        return fed, fed
+    ordered = config.data.curriculum or config.data.curriculum_column is not None
+    return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
+
+
 def _completion_source(
     policy: Policy,
     function: Callable[..., Any] | None,
@@ -159,7 +191,11 @@ def _completion_source(
         return feature_matching.completion_source(policy, generator)
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
-    return SingleTurn(generator) if env_setup is None else env_setup.completion_source(model, tokenizer, generator)
+    alone = env_setup is None
+    source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
+    share = policy.method.demonstration_share
+    writer = TeacherSampler(policy) if policy.method.teacher_writes else None
+    return WithDemonstrations(source, share, writer) if share else source
 
 
 def _rollout_schedule(

@@ -15,6 +15,7 @@ from upweight.config.servers import server_urls
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.custom import CustomBackend
+from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.sampling_params import request_options
 from upweight.rollout.vllm.colocated import VllmColocated
@@ -61,7 +62,11 @@ def in_process(inputs: BackendInputs) -> InProcess:
         device=PartialState().device if policy.sharded else None,  # sharded weights may still be on the CPU
         compile=inputs.config.rollout.compile_sampler,
     )
-    longest = max((_longest_context(rows[number], sampling) for number in range(len(rows))), default=0)
+    numbers = [] if isinstance(rows, FedPrompts) else range(len(rows))
+    longest = max(
+        (_longest_context(rows[number], sampling) for number in numbers),
+        default=inputs.config.data.max_prompt_length or 0,
+    )
     generator.require_room(longest, sampling.max_new_tokens)
     return generator
 
@@ -86,7 +91,7 @@ def vllm_server(inputs: BackendInputs) -> VllmServer | VllmServers | None:
         )
 
     server = connect(urls[0]) if len(urls) == 1 else VllmServers(urls, connect)
-    server.require_room(_longest_prompt(inputs.rows), inputs.sampling.max_new_tokens)
+    server.require_room(_longest_prompt(inputs), inputs.sampling.max_new_tokens)
     if inputs.sharded_work is not None:
         server.on_model(inputs.sharded_work.run_on_all_ranks)
     return server
@@ -103,7 +108,7 @@ def vllm_colocated(inputs: BackendInputs) -> VllmColocated:
         policy.model,
         policy.tokenizer,
         folder=Path(inputs.config.run.output_dir) / WEIGHTS,
-        longest=section.colocate_length or _longest_prompt(inputs.rows) + inputs.sampling.max_new_tokens,
+        longest=section.colocate_length or _longest_prompt(inputs) + inputs.sampling.max_new_tokens,
         memory=section.colocate_memory,
         parallel=section.colocate_parallel,
         sleeps=section.sleep_mode,
@@ -118,7 +123,7 @@ def user_backend(kind: Callable[..., Any], inputs: BackendInputs) -> CustomBacke
         return None
     path, options = str(section.rollout_backend), section.rollout_backend_args
     backend = CustomBackend(kind, path, policy.model, policy.tokenizer, options)
-    backend.require_room(_longest_prompt(inputs.rows), inputs.sampling.max_new_tokens)
+    backend.require_room(_longest_prompt(inputs), inputs.sampling.max_new_tokens)
     return backend
 
 
@@ -147,7 +152,11 @@ def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:
     return options | {"dtype": inputs.policy.dtype, "options": request_options(section)}
 
 
-def _longest_prompt(rows: PromptRows) -> int:
+def _longest_prompt(inputs: BackendInputs) -> int:
+    """Return the tokens of the longest prompt; of a stream, what `max_prompt_length` allows."""
+    rows = inputs.rows
+    if isinstance(rows, FedPrompts):
+        return inputs.config.data.max_prompt_length or 0
     return max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
 
 

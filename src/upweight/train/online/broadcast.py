@@ -64,9 +64,10 @@ def _token_lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
     written = [one for group in rollout.groups for completion in group.completions for one in completion.segments]
     integers = [group.prompt_ids for group in rollout.groups]
     integers += [values for one in written for values in (one.ids, one.versions)]
-    return integers, [one.logps for one in written], [one.sampled for one in written if one.sampled is not None]
+    floats = [values for one in written for values in (one.logps, one.advantages)]
+    return integers, floats, [one.sampled for one in written if one.sampled is not None]
 
 
 def _without_tokens(one: Completion) -> Completion:
     sampled, earlier = None if one.sampled is None else [], [_without_tokens(before) for before in one.earlier]
-    return replace(one, ids=[], logps=[], versions=[], sampled=sampled, earlier=earlier)
+    return replace(one, ids=[], logps=[], versions=[], advantages=[], sampled=sampled, earlier=earlier)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import TrainerCallback
 
@@ -26,13 +27,14 @@ from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
 from upweight.rollout.summary import pass_rates, summary
 from upweight.rollout.units import units_of_groups
+from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import ShardedWork
 from upweight.train.online.feature_matching import FeatureMatching
 from upweight.train.step import StepRunner
-from upweight.types import Generator, Mean, Unit
+from upweight.types import Generator, Mean, Sample, Unit
 
 STATE = "rollouts.json"
-SAVED_LOGPS = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
+SAVED_LOGPS = ("old_logps", "ref_logps", "token_advantages")  # of the rollout under way, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,10 @@ class RolloutFeed:
             self.ahead.submit(copy.copy(trainer_state))
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.group_size) : -(-stop // plan.group_size)]
-        return {"units": self.units[start:stop] + shown, "counts": self.counts}
+        units = self.units[start:stop]
+        if self.producer.method.reads_versions:
+            units = [_with_lag(unit, step) for unit in units]
+        return {"units": units + shown, "counts": self.counts}
 
     def sync(self, step: int) -> dict[str, float]:
         """Send the weights to the sampler, on every rank, since each may hold a shard; return the time as a metric."""
@@ -156,9 +161,20 @@ class RolloutFeed:
             metrics["ebft/ce_loss"] = self.feature_matching.cross_entropy(rollout.groups, runner, model)
         else:
             metrics = pass_rates(rollout.groups, names)
+        if method.evaluates_loss:
+            metrics |= self._loss_of(rollout, runner, model)
         for callback in self.on_evaluation:
             callback(rollout, step, name)
         return summary(rollout.groups, names, method) | metrics
+
+    def _loss_of(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> dict[str, float]:
+        """Return the loss and the metrics of an evaluation's completions."""
+        self.producer.add_advantages(rollout.groups)
+        units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=False)
+        with runner.other_meters() as meters:
+            loss, counts = runner.evaluate(model, units)
+        total = sum(float(loss.sums[name] / counts[name].clamp(min=1)) for name in loss.sums)
+        return {"loss": total, **meters.drain(runner.accelerator)}
 
     def save(self, folder: Path) -> None:
         """Save the state of the rollouts to a checkpoint."""
@@ -178,8 +194,8 @@ class RolloutFeed:
         if not (folder / STATE).is_file():
             raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run with rollouts wrote it.")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        self.ahead.replace(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         self.producer.restore(state["producer"])
+        self.ahead.replace(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         if state["current"] is None:
             self.current = None
             return
@@ -226,6 +242,8 @@ class RolloutFeed:
         }
         if runner is not None and method.needs_kl_in_reward:
             self._add_kl_to_advantages(rollout, runner, model)
+        if runner is not None and runner.teachers is not None and method.teacher_advantage:
+            self._add_teacher_to_advantages(runner, runner.teachers, model, method.teacher_advantage)
         keeps_old = not self.section.replay_recompute and any(group.replayed for group in rollout.groups)
         if runner is None or method.strided or not (plan.steps_per_rollout > 1 or keeps_old):
             return
@@ -251,6 +269,32 @@ class RolloutFeed:
         self.producer.add_advantages(rollout.groups, log_ratio_S=torch.tensor(log_ratios, dtype=torch.float64))
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
+
+    def _add_teacher_to_advantages(
+        self, runner: StepRunner, teachers: Teachers, model: nn.Module, weight: float
+    ) -> None:
+        """Add the teacher's log-prob over the sampler's to the advantage of each token, after all normalisation."""
+        assert self.current is not None
+        sampled = units_of_groups(self.current.groups, mask_truncated=self.mask_truncated, sampler_logps=True)
+        sampler = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
+        with dropout_off(model):
+            if any(logps is None for unit in sampler for logps in unit):  # a sampler that does not report them
+                computed = runner.logps(model, self.units)
+                sampler = [
+                    [now if then is None else then for then, now in zip(*logps, strict=True)]
+                    for logps in zip(sampler, computed, strict=True)
+                ]
+            teacher = teachers.logps(model, self.units, runner.logps)
+        gaps: list[NDArray[np.float32]] = []
+        for index, (unit, *logps) in enumerate(zip(self.units, sampler, teacher, strict=True)):
+            each = [theirs - np.asarray(mine) for mine, theirs in zip(*logps, strict=True)]
+            parts = zip(unit.samples, each, strict=True)
+            advantages = [(_token_advantages(sample) + weight * gap).astype(np.float32) for sample, gap in parts]
+            self.units[index] = _with_logps(unit, "token_advantages", advantages)
+            gaps += each
+        total = np.concatenate([np.zeros(0, np.float32), *gaps])
+        if len(total):  # completions that are too long may all be masked
+            runner.meters.add(_as_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
 
 
 class RolloutLoader:
@@ -280,9 +324,22 @@ class SaveRollouts(TrainerCallback):
             self.rollouts.save(folder)
 
 
+def _token_advantages(sample: Sample) -> NDArray[np.float32]:
+    """Return the advantages of a sample's scored tokens."""
+    if sample.token_advantages is not None:
+        return sample.token_advantages
+    return np.full(int(sample.loss_mask.sum()), sample.advantage or 0.0, np.float32)
+
+
 def _with_logps(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
     samples = [dataclasses.replace(one, **{name: values}) for one, values in zip(unit.samples, logps, strict=True)]
     return dataclasses.replace(unit, samples=tuple(samples))
+
+
+def _with_lag(unit: Unit, step: int) -> Unit:
+    """Return a unit whose tokens say how many optimizer steps ago they were sampled."""
+    known = [(one, step - one.versions) for one in unit.samples if one.versions is not None]
+    return dataclasses.replace(unit, samples=tuple(dataclasses.replace(one, lag=lag) for one, lag in known))
 
 
 def _as_means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:

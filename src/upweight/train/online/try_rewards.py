@@ -14,6 +14,7 @@ from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.trial import Trial, remarks, try_rewards
+from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import PromptOrder
 from upweight.rollout.scoring import reward_call
 from upweight.train.online.assemble import build_rewards
@@ -58,7 +59,8 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
     rollouts = trainer.rollouts
     assert rollouts is not None
     producer = rollouts.producer
-    rows, order = producer.rows, PromptOrder(len(producer.rows), config.optim.seed)
+    rows = producer.rows
+    order = rows if isinstance(rows, FedPrompts) else PromptOrder(len(rows), config.optim.seed)
     numbers = order.take(min(prompts, len(rows)))
     groups = [Group(number, rows[number], list(rows[number]["prompt_ids"])) for number in numbers]
     trainer.model.eval()

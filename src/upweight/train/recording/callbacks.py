@@ -31,10 +31,16 @@ from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
+from upweight.train.experts.record import ExpertLoads
+from upweight.train.loader import SaveFeed
 from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
+from upweight.train.recording.held_out_answers import HeldOutAnswers
 from upweight.train.recording.metrics import MetricsFile
+from upweight.train.recording.samples import samples_of_step
+from upweight.train.recording.start_summary import StartSummary
+from upweight.user_modules import CODE
 
 SHOWN_METRICS = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
@@ -225,7 +231,7 @@ class KeepCheckpoints(TrainerCallback):
         run_folder = Path(args.output_dir)
         folder = run_folder / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            write_text(folder / DATA, json.dumps({"train": self.data_digest()}))
+            write_text(folder / DATA, json.dumps({"train": self.data_digest(), "code": CODE}))
             mark_whole(folder)
             best = state.best_model_checkpoint and Path(state.best_model_checkpoint).resolve()
             beyond = [] if self.limit is None else checkpoints_of(run_folder)[self.limit :]
@@ -250,7 +256,7 @@ def _call_each(methods: Sequence[Callable[..., None]], *arguments: Any, **kwargs
 
 
 class BeforeAndAfter(TrainerCallback):
-    """Evaluates after the last step of an online run, and logs what has changed since the first evaluation."""
+    """Evaluates after the last step, and logs what has changed since the first evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.evaluated = folder, -1
@@ -290,12 +296,18 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, MetricsFile(folder)]
-    callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
+    callbacks += [] if objects.from_script else [StartSummary(config, trainer), Progress(bar=shows_status())]
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
-    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(trainer.rows_of_step)]
+    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(partial(samples_of_step, trainer))]
+    if trainer.runner.balance is not None:
+        callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.eval_samples and trainer.eval_dataset is not None:
+        callbacks += [HeldOutAnswers(trainer, run.eval_samples, folder), BeforeAndAfter(folder)]
+    if trainer.feed is not None and trainer.rollouts is None:
+        callbacks.append(SaveFeed(trainer.feed))
     if trainer.rollouts is not None:
         if trainer.is_world_process_zero():
             writes = config.rollout.log_completions or not objects.from_script

@@ -59,6 +59,8 @@ class CompletionFiles:
         if policy_logps is not None and len(policy_logps) == sum(wrote):
             values = iter(policy_logps)
             fields["policy_logps"] = [round(next(values), 4) if sampled else None for sampled in wrote]
+        if one.advantages:
+            fields["token_advantages"] = [round(value, 4) for value in one.advantages]
         if one.sampled is not None:
             fields["sampled"] = one.sampled
         return fields

@@ -26,6 +26,7 @@ from upweight.settings import keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
+from upweight.user_modules import changed_code
 
 CHANGEABLE = {  # keys of an adapter that a resumed run may change
     "lora_model_dir", "lora_alpha", "lora_alpha_pattern", "lora_dropout", "peft_use_rslora", "loraplus_lr_ratio",
@@ -76,7 +77,10 @@ def require_same_resume_keys(changed: Iterable[str], checkpoint: Path | None, sc
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
     """Raise on all ranks where the training rows are not those of the checkpoint, unless that is allowed."""
     stored = checkpoint / DATA  # which a checkpoint may lack
-    before = json.loads(stored.read_text(encoding="utf-8"))["train"] if stored.exists() else None
+    content = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    for sentence in changed_code(content.get("code", {})):
+        warn_once(f"resume: {sentence}; {checkpoint} was trained with the code as it was")
+    before = content.get("train")
     if before is None:
         warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
     elif not allowed and not broadcast_from_rank0(PartialState().is_main_process and before == data_digest()):

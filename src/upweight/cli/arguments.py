@@ -1,0 +1,16 @@
+"""Arguments that several commands take."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
+TrainedTarget = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
+Processes = Annotated[int | None, typer.Option("--num-processes", min=1, help="Ranks here; else one for each GPU.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folder, or its config; several to compare.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+# `--trl.beta 0.1`, as other trainers write it, is an override too.
+TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}

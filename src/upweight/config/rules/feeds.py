@@ -1,0 +1,91 @@
+"""Rules about rows whose order is decided while they are trained on: streams and mixtures."""
+
+from collections.abc import Iterator
+
+from upweight.config.config import Config
+from upweight.config.rules.data import entries
+
+FED = "streams or interleaved datasets"
+PRECOMPUTED_STREAM = (
+    "precompute_ref_log_probs: is not supported with IterableDataset or 'streaming', whose rows are read while "
+    "training. Leave it out."
+)
+
+
+def streams(config: Config) -> Iterator[str]:
+    """Check what cannot be done with a stream, which is read in order and never held as a whole."""
+    data, streamed = config.data, [(key, row) for key, row in entries(config) if row.streaming]
+    remembering = (
+        ("dataset_exact_deduplication", data.deduplicate),
+        ("dataset_near_deduplication", data.near_duplicates),
+        ("dataset_contamination_check", data.contamination),
+    )
+    for key, asked in remembering:
+        if streamed and asked:
+            yield f"{key}: compares all rows, and a stream never holds them. Clean its files first, or do not stream."
+    if streamed and config.method.precomputes_reference:
+        yield PRECOMPUTED_STREAM
+    for key, row in streamed:
+        if row.shards:
+            yield f"{key}.shards: a stream cannot be cut into shards. Leave it out, or 'streaming'."
+        if row.split and "[" in row.split:
+            yield f"{key}.split: a stream has no slices. 'max_samples' takes its first rows."
+    if any(row.streaming for row in data.datasets):
+        yield from _training_streams(config)
+
+
+def _training_streams(config: Config) -> Iterator[str]:
+    data, rollout = config.data, config.rollout
+    if 0 < data.val_set_size < 1:
+        yield "val_set_size: a share of a stream is not known. Give a number of rows, which are its first ones."
+    elif data.val_set_size and len(data.datasets) > 1:
+        yield "val_set_size: takes the first rows of one stream, and there are several. List 'test_datasets'."
+    if data.curriculum_column:
+        yield "curriculum_column: a stream cannot be sorted. Sort its files, and set 'curriculum_sampling: true'."
+    if data.shard_count:
+        yield "dataset_shard_num: a stream cannot be cut into shards. Leave it out, or 'streaming'."
+    colocated = config.method.online and rollout.use_vllm and rollout.vllm_mode == "colocate"
+    if colocated and not (data.max_prompt_length or rollout.colocate_length):
+        yield "max_prompt_length: missing. The longest prompt of a stream is not known before it is read."
+
+
+def weights(config: Config) -> Iterator[str]:
+    """Check the weights of datasets and when they change."""
+    data, schedule = config.data, config.data.mix_schedule
+    interleaved, given = data.mix != "concatenate", [row.weight for row in data.datasets]
+    weighted = next((number for number, weight in enumerate(given) if weight is not None), None)
+    if weighted is not None and not interleaved:
+        yield f"datasets[{weighted}].weight: no effect on datasets that are concatenated. Set 'mix: interleave_under'."
+    elif weighted is not None and None in given:
+        yield f"datasets[{given.index(None)}].weight: missing. Give all datasets a weight, or none."
+    if schedule and not interleaved:
+        yield "mix_schedule: no effect on datasets that are concatenated. Set 'mix: interleave_over'."
+    if schedule and weighted is not None:
+        yield "mix_schedule: cannot be used with the weights of datasets. Keep one."
+    if schedule and not config.optim.max_steps:
+        yield "mix_schedule: needs 'max_steps': an epoch of changing weights has no length."
+    steps = [entry.step for entry in schedule]
+    if steps != sorted(set(steps)) or (steps and steps[0]):
+        yield "mix_schedule: steps begin at 0 and rise."
+    for number, entry in enumerate(schedule):
+        if len(entry.weights) != len(given):
+            problem = f"{len(entry.weights)} weights for {len(given)} datasets"
+            yield f"mix_schedule[{number}].weights: {problem}. Give one for each."
+        elif min(entry.weights) < 0 or not any(entry.weights):
+            yield f"mix_schedule[{number}].weights: numbers from 0, and one above it."
+
+
+def feeds(config: Config) -> Iterator[str]:
+    """Check what needs rows that can be looked up again."""
+    data, method, rollout = config.data, config.method, config.rollout
+    interleaved = data.mix != "concatenate"
+    if not interleaved and not any(row.streaming for row in data.datasets):
+        return
+    if interleaved and method.precomputes_reference:
+        yield f"precompute_ref_log_probs: not with {FED}. Leave it out."
+    if method.strided:
+        yield f"ebft.mode: strided reads documents in passes, not {FED}. Leave out 'mix' and 'streaming'."
+    if method.online and rollout.replay_size:
+        yield f"trl.replay_buffer_size: not with {FED}, whose earlier rows are gone. Leave it out."
+    if method.online and rollout.reroll_start < 1:
+        yield f"trl.reroll_start_fraction: not with {FED}, whose earlier rows are gone. Leave it out."

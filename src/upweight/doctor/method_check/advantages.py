@@ -1,0 +1,76 @@
+"""Whether advantages are sound: in any order of groups and completions, and where rewards are equal or missing."""
+
+import random
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from upweight.methods.base import Method
+from upweight.rollout.user_advantages import add_user_advantages
+from upweight.types import Completion, Group
+
+SIZE = 4
+REWARDS = ((0.0, 1.0, 0.5, 0.25), (1.0, 1.0, 1.0, 1.0), (2.0, -1.0, float("nan"), 0.0))
+
+
+def unknown_to_advantages(method: Method) -> str | None:
+    """Return why advantages cannot be tried: there are none, or they read what only a real rollout has."""
+    if not method.online or method.computed_rewards:
+        return "the method has no advantages of its own"
+    call = method.advantage_function
+    read = [name for name in ("columns", "extras") if call is not None and name in call.asks]
+    return f"it reads {' and '.join(read)}, which only a rollout of yours has" if read else None
+
+
+def advantages_are_sound(method: Method) -> Iterator[str]:
+    """Advantages are finite where rewards are equal or missing, and follow their completions in any order."""
+    if "num_generations" in type(method).model_fields:
+        method = method.model_copy(update={"num_generations": SIZE})
+    groups = range(len(REWARDS))
+    in_order = [(group, list(range(SIZE))) for group in groups]
+    plain, again = _advantages(method, in_order), _advantages(method, in_order)
+    if not all(torch.equal(values, again[place]) for place, values in plain.items()):
+        yield "the same rollout has other advantages at the second call. Draw no random numbers, and keep nothing"
+    if not all(bool(values.isfinite().all()) for values in plain.values()):
+        yield "an advantage is NaN or infinite where all rewards of a group are equal, or one is missing (NaN)"
+    order = [(group, random.Random(group).sample(range(SIZE), SIZE)) for group in reversed(groups)]
+    shuffled = _advantages(method, order)
+    for place, values in plain.items():
+        if not torch.allclose(values, shuffled[place], rtol=1e-4, atol=1e-5):
+            yield (
+                "a completion has another advantage when groups or completions come in another order. Read which "
+                "belong together from `groups`, not from their places"
+            )
+            return
+
+
+def _advantages(method: Method, order: list[tuple[int, list[int]]]) -> dict[tuple[int, int], Tensor]:
+    """Return the advantages of every completion, by its group and number, for groups in some order."""
+    groups = []
+    for group, members in order:
+        completions = [_completion(group, member) for member in members]
+        rewards_SR = torch.tensor([[REWARDS[group][member]] for member in members])
+        groups.append(Group(group, {"prompt": str(group), "prompt_ids": [1]}, [1], completions, rewards_SR))
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), SIZE)
+    log_ratio_S = torch.tensor([0.1 * group + 0.01 * one for group, members in order for one in members])
+    if (call := method.advantage_function) is not None:
+        add_user_advantages(call, groups, group_S, method, log_ratio_S)
+    else:
+        rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])
+        advantage_S = method.advantages(
+            rewards_SR, group_S, log_ratio_S.double() if method.needs_kl_in_reward else None
+        )
+        for group, values_S in zip(groups, advantage_S.split(SIZE), strict=True):
+            group.advantage_S = values_S
+    advantages = {}
+    for (number, members), group in zip(order, groups, strict=True):
+        assert group.advantage_S is not None
+        for member, one, value in zip(members, group.completions, group.advantage_S, strict=True):
+            advantages[number, member] = torch.tensor(one.advantages) if one.advantages else value[None].float()
+    return advantages
+
+
+def _completion(group: int, member: int) -> Completion:
+    length = 2 + (group + 2 * member) % 5
+    return Completion(list(range(3, 3 + length)), [-1.0] * length, [0] * length, finished=member != 1)

@@ -1,0 +1,1 @@
+"""Teachers in the loop: models and servers that score the student's rows."""
