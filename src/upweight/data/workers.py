@@ -116,7 +116,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode_job, *task))
+            waiting.append(pool.submit(_encode_in_process, *task))
             if len(waiting) > 2 * count:
                 yield waiting.popleft().result()
         while waiting:
@@ -143,7 +143,7 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
     keep_pages_shared()
 
 
-def _encode_job(number: int, start: int) -> Chunk:
+def _encode_in_process(number: int, start: int) -> Chunk:
     return encode_chunk(_jobs_of_process, number, start)
 
 

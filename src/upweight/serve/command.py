@@ -39,7 +39,7 @@ class Command:
 def serve_command(config: Config, *, python: str = sys.executable) -> Command:
     """Return the server command for training with `config`; `python` is the interpreter that has vLLM."""
     # The module and not the `vllm` script, which fails for vLLM's CPU packages because they have another name.
-    return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_flags(config)), _environment(config))
+    return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_flags(config)), _env_variables(config))
 
 
 def warnings_of(config: Config, version: str) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _passed_on(vllm: VllmSection) -> dict[str, Any]:
     return {flag: values[path] for path, flag in sorted(flags.items())}
 
 
-def _environment(config: Config) -> dict[str, str]:
+def _env_variables(config: Config) -> dict[str, str]:
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if adapter_alone(config.adapter, config.rollout.lora_sync):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

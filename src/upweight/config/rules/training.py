@@ -68,7 +68,7 @@ def schedules(config: Config) -> Iterator[str]:
         if key not in known:
             taken = f" It takes {', '.join(known)}." if known else " It takes none."
             yield f"lr_scheduler_kwargs.{key}: is no argument of '{name}'.{did_you_mean(str(key), known)}{taken}"
-        elif not _is_number(known[key], value):
+        elif not _is_of_kind(known[key], value):
             wanted = known[key] if isinstance(known[key], str) else f"one of {', '.join(known[key])}"
             yield f"lr_scheduler_kwargs.{key}: expected {wanted}, not {value!r}."
     if name == "warmup_stable_decay" and "num_decay_steps" not in args:
@@ -80,7 +80,7 @@ def schedules(config: Config) -> Iterator[str]:
         yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
 
 
-def _is_number(wanted: str | list[str], value: Any) -> bool:
+def _is_of_kind(wanted: str | list[str], value: Any) -> bool:
     if isinstance(wanted, list):
         return value in wanted
     return isinstance(value, int if wanted == WHOLE else int | float) and not isinstance(value, bool)
@@ -92,11 +92,11 @@ def schedule_values(config: Config) -> Iterator[str]:
     end: Any = args.get("lr_end", 1e-7)  # the default of transformers
     factor: Any = args.get("factor", 0.1)
     scale: Any = args.get("timescale", 1)
-    if name == "polynomial" and _is_number(NUMBER, end) and end >= rate:
+    if name == "polynomial" and _is_of_kind(NUMBER, end) and end >= rate:
         yield f"lr_scheduler_kwargs.lr_end: {end:g} is not below the learning rate, {rate:g}. Lower it."
-    if name == "reduce_lr_on_plateau" and _is_number(NUMBER, factor) and not 0 < factor < 1:
+    if name == "reduce_lr_on_plateau" and _is_of_kind(NUMBER, factor) and not 0 < factor < 1:
         yield f"lr_scheduler_kwargs.factor: a share between 0 and 1, not {factor:g}."
-    if name == "inverse_sqrt" and _is_number(WHOLE, scale) and scale < 1:
+    if name == "inverse_sqrt" and _is_of_kind(WHOLE, scale) and scale < 1:
         yield f"lr_scheduler_kwargs.timescale: at least 1, not {scale}."
 
 
