@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Samples that must share a forward: one sample, or a (chosen, rejected) pair."""
+    """Samples that must share a forward: one, a (chosen, rejected) pair, or the segments of a completion."""
 
     samples: tuple[Sample, ...]
     group: int = 0  # units of a group share a prefix; they are packed together where the token budget allows
@@ -82,7 +82,7 @@ class Batch:
 
     pair_P2: Tensor | None = None  # sequence numbers of (chosen, rejected)
     margin_P: Tensor | None = None  # by how much the chosen completion should score higher, for reward models
-    # KTO: 1 desirable, 0 undesirable, -1 mismatched (counts for the KL only). EBFT: 1 demonstration, 0 generated.
+    # KTO: 1 desirable, 0 undesirable, -1 mismatched (for the KL only). EBFT: 1 demonstration, 0 sampled, -1 failed.
     label_S: Tensor | None = None
     prompt_T: Tensor | None = None  # True where a scored token belongs to the prompt (ORPO's likelihood term)
     advantage_S: Tensor | None = None

@@ -301,7 +301,7 @@ class _Builder:
 
 
 def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False) -> Prepared:
-    """What `_build` wrote to a folder."""
+    """What `_write_prepared` wrote to a folder."""
     saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     report = REPORT_JSON.validate_python({**saved["report"], "cached": cached})
 

@@ -61,7 +61,7 @@ class StepRunner:
         sources: Sequence[int] | None = None,  # of the units, by number
     ) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
-        counts = self._step_counts(units, known_counts or {})  # those known span more than this step
+        counts = self._step_counts(units, known_counts or {})  # known: denominators over a whole rollout
         forwarded = units
         if self.skip_zero_advantage:
             forwarded = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
