@@ -22,6 +22,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap
+from upweight.models.vision import require_family, vision_family
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
@@ -111,7 +112,7 @@ def load_model(
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
-    options: dict[str, Any] = {**_hub_options(section), **section.load_options, **_attention_args(section.attention)}
+    options: dict[str, Any] = {**hub_options(section), **section.load_options, **_attention_args(section.attention)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
     if gguf_file is not None:  # dequantised, so that weights can be trained
@@ -122,7 +123,7 @@ def load_model(
     set_seed(seed)
     try:
         with load_failures("base_model", source, "weights"):
-            model, report = model_class(section, head).from_pretrained(
+            model, report = model_class(section, head, config).from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
     except TypeError as error:
@@ -156,19 +157,14 @@ def _attention_args(name: str | None) -> dict[str, str]:
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the model's config with the settings' overrides; models that read more than text are refused."""
+    """Return the model's config with the settings' overrides; kinds that read more than text in unknown ways are refused."""
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
         source, gguf_file = resolve_source(section.config_source, None, "base_model_config")
-    options = _hub_options(section) if gguf_file is None else {**_hub_options(section), "gguf_file": gguf_file}
+    options = hub_options(section) if gguf_file is None else {**hub_options(section), "gguf_file": gguf_file}
     with load_failures("base_model_config" if section.config_source else "base_model", source, "config"):
         config = AutoConfig.from_pretrained(source, **options)
-    modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
-    if modalities:
-        raise UserError(
-            f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model; only text models are "
-            "trained: name its text-only variant"
-        )
+    require_family(config, source)
     if section.ternary:  # the saved config has it too, so that the model loads as it was trained
         ternary = transformers.BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online").to_dict()
         config.quantization_config = getattr(config, "quantization_config", ternary)
@@ -220,14 +216,16 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _hub_options(section: ModelSection) -> dict[str, Any]:
+def hub_options(section: ModelSection) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that choose a version on the hub."""
     revision = {} if section.revision is None else {"revision": section.revision}
     return {"trust_remote_code": section.trust_remote_code, **revision}
 
 
-def model_class(section: ModelSection, head: Head) -> Any:
+def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | None = None) -> Any:
     """Return the transformers class that loads the model with this head."""
-    name = section.model_class or AUTO_CLASSES[head]
+    reads_images = config is not None and vision_family(config) is not None and head == "tokens"
+    name = section.model_class or ("AutoModelForImageTextToText" if reads_images else AUTO_CLASSES[head])
     chosen = getattr(transformers, name, None)
     if chosen is None:
         raise UserError(f"model_type: transformers has no class {name!r}; this method trains {AUTO_CLASSES[head]}")

@@ -54,7 +54,7 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
     with torch.device("meta"):
-        model = model_class(section, head).from_config(config)
+        model = model_class(section, head, config).from_config(config)
     names = set(linear_names(model))
     linear: Counter[str] = Counter()
     inside = 0

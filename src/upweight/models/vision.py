@@ -1,0 +1,95 @@
+"""Vision-language models: which families there are, and what each needs beside tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from upweight.errors import UserError
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What the models of a family read, and how their image tokens attend."""
+
+    inputs: tuple[str, ...] = ("pixel_values",)  # of the processor's, for the vision tower
+    images_axis: int = 0  # of these inputs, along which images lie
+    token_types: str | None = None  # the input of a plain forward that marks placeholder tokens
+    has_grid: bool = False  # image tokens have positions in time, height and width
+    sees_whole_image: bool = False  # tokens of an image see each other in both directions
+
+
+_TILES = VisionFamily(("pixel_values", "pixel_attention_mask"), images_axis=1)
+_GRID = VisionFamily(("pixel_values", "image_grid_thw"), token_types="mm_token_type_ids", has_grid=True)
+FAMILIES: dict[str, VisionFamily] = {
+    "llava": VisionFamily(),
+    "internvl": VisionFamily(),
+    "idefics3": _TILES,
+    "smolvlm": _TILES,
+    "qwen2_vl": _GRID,
+    "qwen2_5_vl": _GRID,
+    "qwen3_vl": _GRID,
+    "gemma3": VisionFamily(token_types="token_type_ids", sees_whole_image=True),
+}
+_TOWERS_WITHOUT = {"pixtral"}  # towers whose images have to be padded to one size
+Inputs = dict[str, Tensor]  # of a vision tower, as a processor returns them
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFeatures:
+    """The features of some images, one after the other, in place of embeddings and after the first text layers."""
+
+    embeds_ID: Tensor
+    of_layers: tuple[Tensor, ...] = ()
+
+
+def vision_family(config: PreTrainedConfig) -> VisionFamily | None:
+    """Return the family of a model that reads images; None for a text model."""
+    if getattr(config, "vision_config", None) is None:
+        return None
+    return FAMILIES.get(config.model_type)
+
+
+def require_family(config: PreTrainedConfig, source: str) -> None:
+    """Raise for a model that reads more than text in a way that is not known."""
+    modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
+    tower = getattr(getattr(config, "vision_config", None), "model_type", None)
+    if not modalities or (modalities == ["vision"] and config.model_type in FAMILIES and tower not in _TOWERS_WITHOUT):
+        return
+    raise UserError(
+        f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model of a kind that is not "
+        f"trained: name its text-only variant, or a model of one of these types: {', '.join(FAMILIES)}"
+    )
+
+
+def joined_inputs(family: VisionFamily, images: Sequence[Inputs]) -> Inputs:
+    """Return the vision tower's inputs of several images from those of each."""
+    return {name: torch.cat([image[name] for image in images], family.images_axis) for name in family.inputs}
+
+
+def image_features(base: PreTrainedModel, inputs: Inputs) -> ImageFeatures:
+    """Run the vision tower; return the features of its images in the order of their placeholder tokens."""
+    out: Any = base.get_image_features(**inputs, return_dict=True)  # pyright: ignore[reportCallIssue]
+    layers = getattr(out, "deepstack_features", None) or ()
+    return ImageFeatures(_flat(out.pooler_output), tuple(_flat(features) for features in layers))
+
+
+def _flat(features: Any) -> Tensor:
+    """Return features [I, D] of images that lie in one tensor, or in one for each image."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def token_types(family: VisionFamily, is_image_BN: Tensor) -> Inputs:
+    """Return the input by which a forward knows placeholder tokens, if the family's models read one."""
+    return {} if family.token_types is None else {family.token_types: is_image_BN.long()}
+
+
+def vision_modules(base: PreTrainedModel) -> list[nn.Module]:
+    """Return the parts of a model that only images go through: all of its body but the language model."""
+    decoder = base.get_decoder()
+    inside = {*decoder.modules(), base.get_output_embeddings()}
+    return [module for module in base.base_model.children() if module not in inside and decoder not in module.modules()]
