@@ -9,7 +9,19 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<pad>", "<eos>", "<bos>", "<image>", "<video>", "<fake>", "<global-img>", "<boi>", "<eoi>", "<user>", "<bot>"]
+SPECIAL = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<image>",
+    "<video>",
+    "<fake>",
+    "<global-img>",
+    "<boi>",
+    "<eoi>",
+    "<user>",
+    "<bot>",
+]
 TILES = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -129,7 +129,10 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on `device`."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor | BatchImages)}
-        moved = {n: x.to(device) if isinstance(x, BatchImages) else x.to(device, non_blocking=True) for n, x in tensors.items()}
+        moved = {
+            n: x.to(device) if isinstance(x, BatchImages) else x.to(device, non_blocking=True)
+            for n, x in tensors.items()
+        }
         return dataclasses.replace(self, **moved)
 
 

@@ -45,7 +45,9 @@ class Written:
 
 def shared_and_unshared(made):
     """Units whose sequences share images, texts before images, or neither; and two that differ in an image alone."""
-    group = [Unit((made.sample("look ", 0, " and ", 1, " what?", completion=text),), 0) for text in ("red", "reddish", "b")]
+    group = [
+        Unit((made.sample("look ", 0, " and ", 1, " what?", completion=text),), 0) for text in ("red", "reddish", "b")
+    ]
     pair = [Unit((made.sample("look ", 2, "x", completion="yes"), made.sample("look ", 2, "x", completion="no")), 1)]
     alike = [Unit((made.sample("look ", (seed, (48, 32)), "x", completion="yes"),), 2) for seed in (7, 8)]
     again = [Unit((made.sample("other ", 0, " what?", completion="red"),), 3), Unit((made.sample("no image"),), 4)]
@@ -119,8 +121,12 @@ def test_each_distinct_image_is_encoded_once(tmp_path, monkeypatch):
     made = Written(reader_of("qwen2_5_vl", model), tmp_path)
     engine, encoded = Engine(model, images=made.reader), []
     stock = type(model).get_image_features
-    counted = lambda self, pixel_values, grid, **kw: encoded.append(len(grid)) or stock(self, pixel_values, grid, **kw)  # noqa: E731
-    monkeypatch.setattr(type(model), "get_image_features", lambda self, pixel_values, image_grid_thw, **kw: counted(self, pixel_values, image_grid_thw, **kw))  # fmt: skip
+
+    def counted(self, pixel_values, image_grid_thw, **options):
+        encoded.append(len(image_grid_thw))
+        return stock(self, pixel_values, image_grid_thw, **options)
+
+    monkeypatch.setattr(type(model), "get_image_features", counted)
     engine(model, build_batch(shared_and_unshared(made)))
     assert encoded == [5]  # images 0, 1 and 2, and the two that look alike
 

@@ -144,9 +144,9 @@ def test_a_named_class_must_exist(folder):
         load_model(ModelSection(base_model=folder, model_class="AutoModelForNothing"), torch.float32)
 
 
-def test_vision_models_are_refused(tmp_path):
-    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"base_model: .*\(gemma3\) is a vision model"):
+def test_vision_models_of_other_kinds_are_refused(tmp_path):
+    AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"base_model: .*\(paligemma\) is a vision model .* one of these types: llava"):
         load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
 
 

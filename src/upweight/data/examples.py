@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
+from upweight.data.images import RowImages
 from upweight.data.raw_row import Record, Row, RowError, check_all_text, common_length
 from upweight.data.tokenize.messages import Message, MessageReader
 from upweight.data.tokenize.templates import ChatTemplate, Span
@@ -34,6 +35,7 @@ class Setup:
     tokens: TextTokens
     classes: int | None = None  # outputs of the score head, if known
     teacher_prompt: Callable[[dict[str, Any]], Any] | None = None  # the user's function of what a teacher sees
+    images: RowImages | None = None  # None: rows are read as texts
 
     @property
     def form(self) -> UserFormat:

@@ -1,7 +1,8 @@
 """Images of rows: read from columns and content parts, marked in texts, and expanded to placeholder tokens.
 
-While a row is encoded, each image is a mark in its text: `MARK` with the number of the image. A chat template gets a content
-part in place of a mark and writes a placeholder, which becomes the mark again. Marks are expanded before a text is tokenized.
+While a row is encoded, each image is a mark in its text: `MARK` with the number of the image. A chat template gets a
+content part in place of a mark and writes a placeholder, which becomes the mark again. Marks are expanded before a text
+is tokenized.
 """
 
 import base64
@@ -12,6 +13,8 @@ from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+import datasets
 
 from upweight.data.raw_row import Record, RowError, describe_value
 from upweight.errors import UserError
@@ -39,7 +42,7 @@ class RowImages:
         self.before_text = before_text  # images of a column: before the first user text, or after it
 
     def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Loaded]]:
-        """Return a row whose texts and messages have marks in place of images, without their columns; and the images."""
+        """Return a row with marks in place of images in its texts, without their columns; and the images."""
         loaded: list[Loaded] = []
         number_of: dict[str, int] = {}
 
@@ -102,8 +105,9 @@ class RowImages:
             if not placed and message.get("role", message.get("from")) in ("user", "human"):
                 content, placed = message.get(name), True
                 parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-                message = {**message, name: [*marks, *parts] if self.before_text else [*parts, *marks]}
-            result.append(message)
+                result.append({**message, name: [*marks, *parts] if self.before_text else [*parts, *marks]})
+            else:
+                result.append(message)
         if not placed:
             raise RowError(key, "a message of the user, which the images belong to")
         return result
@@ -127,7 +131,9 @@ class RowImages:
         if isinstance(source, str) and source.startswith("data:"):
             return _decoded(source.partition(",")[2], key), None
         if isinstance(source, str) and re.match(r"https?://", source):
-            raise RowError(key, f"an image file, bytes or base64; nothing is downloaded from {source[:80]}: save it first")
+            raise RowError(
+                key, f"an image file, bytes or base64; nothing is downloaded from {source[:80]}: save it first"
+            )
         if isinstance(source, str) and source:
             return self._file(source.removeprefix("file://"), key)
         if hasattr(source, "save"):  # an image of Pillow
@@ -263,7 +269,11 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
             raise RowError("images", "images in the prompt, before the completion begins")
         used = first
     else:
-        used = max(parts, key=len) if all(first[: len(one)] == one for one in others) else [n for one in parts for n in one]
+        used = (
+            max(parts, key=len)
+            if all(first[: len(one)] == one for one in others)
+            else [n for one in parts for n in one]
+        )
     if not used:
         raise RowError("images", "a text in which the images have a place; this format leaves them out")
     refs = [images[int(number)][0] for number in used]
@@ -280,7 +290,9 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
         if not any(mask):
             raise RowError("row", "at least one token that is trained on and stands for no image")
         columns["loss_mask"] = mask
-    shown = {key: MARKS.sub(placeholder, value) if isinstance(value, str) else value for key, value in record.text.items()}
+    shown = {
+        key: MARKS.sub(placeholder, value) if isinstance(value, str) else value for key, value in record.text.items()
+    }
     shown["images"] = "; ".join(f"{Path(ref.path).name}: {ref.tokens} tokens" for ref in refs)
     return replace(record, text=shown, columns=columns)
 
@@ -293,3 +305,20 @@ def image_refs(row: Mapping[str, Any]) -> tuple[ImageRef, ...]:
     """Return the references to images that a prepared row holds."""
     refs = row.get("images") or ()
     return tuple(ImageRef(**{**ref, "grid": None if ref["grid"] is None else tuple(ref["grid"])}) for ref in refs)
+
+
+def undecoded(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Return a dataset whose images are the bytes or paths that it stores; one without images as it is."""
+    if dataset.format["type"] is not None or "Image(" not in str(dataset.features):
+        return dataset
+    return dataset.cast(datasets.Features({name: _undecoded(value) for name, value in dataset.features.items()}))
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return type(feature)(_undecoded(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _undecoded(value) for name, value in feature.items()}
+    return [_undecoded(value) for value in feature] if isinstance(feature, list) else feature

@@ -40,6 +40,7 @@ from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
 from upweight.methods.base import Method
+from upweight.models.processor import image_reader
 from upweight.row_rules import split_rows, training_order
 from upweight.runs.checkpoints import is_whole
 from upweight.types import IGNORED
@@ -170,6 +171,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude={*NOT_SHAPING, *MIXING, "datasets", "test_datasets"}),
         "tokenizer": cache.tokenizer_digest(tokenizer),
+        **({} if (reader := image_reader(tokenizer)) is None else {"images": [reader.settings, reader.placeholder]}),
         "entries": [
             [opened.identity(), text, opened.evaluation, opened.entry.model_dump(mode="json", exclude=MIXING_OF_ENTRY)]
             for opened, text in parts
@@ -232,7 +234,8 @@ class _Builder:
         self.origin: list[NDArray[np.int64]] = []
         self.ranks: list[float] = []  # of the training rows, by `curriculum_column`
         self.signatures = Signatures(target / "signatures") if config.data.near_duplicates else None
-        schema = pa.schema(list(schema_of(config.method).items()))
+        images = any(job.encoder.setup.images is not None for job in jobs)
+        schema = pa.schema(list(schema_of(config.method, images=images).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
         self.writers = {side: pa.ipc.new_stream(str(target / f"{side}.arrow"), schema) for side in sides}
 

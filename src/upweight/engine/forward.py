@@ -112,7 +112,9 @@ class Engine:
             raise UserError("score heads are trained on texts: images are read by language models only")
         device = batch.ids_BN.device
         inputs = {name: value.to(device) for name, value in self.images.inputs(batch.images.refs).items()}
-        return {"inputs": inputs} | {name: getattr(batch.images, name) for name in ("at_I", "feature_I", "position_3BN")}
+        return {"inputs": inputs} | {
+            name: getattr(batch.images, name) for name in ("at_I", "feature_I", "position_3BN")
+        }
 
     def teacher_states(self, model: nn.Module, batch: Batch) -> TeacherStates:
         """Return the states of a frozen model at the scored tokens, and what turns them into logits."""

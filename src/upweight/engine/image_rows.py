@@ -21,7 +21,7 @@ class ImageRows:
 
 
 def image_rows(base: PreTrainedModel, images: dict[str, Any], ids_BN: Tensor) -> ImageRows:
-    """Run the vision tower once for each distinct image, and put its features in place of the placeholders' embeddings."""
+    """Run the vision tower once for each distinct image, and put its features in place of placeholders."""
     family = vision_family(base.config)
     assert family is not None
     # Outside `tree_masks`: a tower may build masks through the same interface as the language model.

@@ -1,4 +1,4 @@
-"""Images in packed rows: by which numbers sequences fold, where features lie, and positions in time, height and width."""
+"""Images in packed rows: by which numbers sequences fold, where features lie, and positions on a grid."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ def batch_images(
 
 
 def grid_positions(sample: Sample) -> NDArray[np.int64]:
-    """Return the positions [3, N] of a sequence: an image takes those of its grid, and text goes on after the largest."""
+    """Return positions [3, N] of a sequence: an image takes those of its grid, text goes on after the largest."""
     size = len(sample.ids)
     position_3N = np.tile(np.arange(size), (3, 1))
     if not sample.images:

@@ -73,7 +73,9 @@ def choose_layout(
         )
     keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
-    reason = why_not_trees(base, longest, reads_images=reads_images) if layout != "padded" else "the settings ask for it"
+    reason = (
+        why_not_trees(base, longest, reads_images=reads_images) if layout != "padded" else "the settings ask for it"
+    )
     if reason is not None:
         if layout == "tree":
             raise UserError(f"{type(base).__name__} cannot share prefixes: {reason}. Set `layout: auto`.")

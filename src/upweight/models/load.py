@@ -157,7 +157,7 @@ def _attention_args(name: str | None) -> dict[str, str]:
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the model's config with the settings' overrides; kinds that read more than text in unknown ways are refused."""
+    """Return the model's config with the settings' overrides; unknown kinds of vision and audio models are refused."""
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
         source, gguf_file = resolve_source(section.config_source, None, "base_model_config")

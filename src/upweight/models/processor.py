@@ -4,6 +4,7 @@ A processor travels with its tokenizer, as it does in a model's folder: whatever
 """
 
 import hashlib
+import importlib.util
 import io
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,17 +13,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.models.load import hub_options, load_failures, resolve_source
-from upweight.models.vision import Inputs, VisionFamily, joined_inputs, vision_family
+from upweight.models.vision import Inputs, joined_inputs, vision_family
 from upweight.types import ImageRef
 
 _ATTRIBUTE = "upweight_images"  # of a tokenizer
 PIXEL_CACHE_BYTES = 1 << 28
-MISSING_PILLOW = "images need Pillow: pip install 'upweight[vision]'"
+PROCESSOR_FILE = "processor_config.json"
+MISSING_PILLOW = "Pillow is not installed: pip install 'upweight[vision]'"
 
 
 class Expansion(NamedTuple):
@@ -69,8 +72,11 @@ class ImageReader:
         out = self._process(Image.new("RGB", (width, height), (127, 80, 40)))
         ids = out["input_ids"][0].tolist()
         grid = out["image_grid_thw"][0].tolist() if self.family.has_grid else None
-        text = self.processor.tokenizer.decode(ids)
-        if self.processor.tokenizer.encode(text, add_special_tokens=False) != ids:
+        tokenizer = self.processor.tokenizer
+        # Some tokenizers put spaces between tokens when they decode.
+        texts = tokenizer.decode(ids, clean_up_tokenization_spaces=False), "".join(tokenizer.convert_ids_to_tokens(ids))
+        text = next((one for one in texts if tokenizer.encode(one, add_special_tokens=False) == ids), None)
+        if text is None:
             raise UserError(f"processor_type: {type(self.processor).__name__} writes image tokens that are not text")
         return Expansion(text, ids.count(self.token_id), None if grid is None else (grid[0], grid[1], grid[2]))
 
@@ -128,24 +134,53 @@ def image_reader(tokenizer: Any) -> ImageReader | None:
 def attach_processor(processor: Any, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a processor, with which the processor then travels."""
     tokenizer = processor.tokenizer
-    if vision_family(config) is not None and image_reader(tokenizer) is None:
-        if processor.chat_template and not tokenizer.chat_template:
-            tokenizer.chat_template = processor.chat_template
+    if processor.chat_template and not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    if vision_family(config) is not None:
         setattr(tokenizer, _ATTRIBUTE, ImageReader(processor, config))
     return tokenizer
 
 
-def load_processor(section: ModelSection) -> Any:
+def with_processor(
+    tokenizer: PreTrainedTokenizerBase, section: ModelSection, folder: Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the processor of its model, if that reads images; `folder`: of an adapter."""
+    config = _vision_config(section)
+    if config is None:
+        return tokenizer
+    try:
+        processor = _load_processor(section, folder if folder and (folder / PROCESSOR_FILE).is_file() else None)
+    except UserError as error:
+        if section.processor_class is not None:
+            raise
+        warn_once(f"the model is trained on texts alone, and saved without a processor: {error}")
+        return tokenizer
+    processor.tokenizer = tokenizer
+    return attach_processor(processor, config)
+
+
+def _vision_config(section: ModelSection) -> PreTrainedConfig | None:
+    """Return the config of a model of a family that reads images; None for others, which are read no further."""
+    source, packed = resolve_source(section.base_model, section.gguf_file)
+    file = Path(source) / "config.json"
+    if packed is not None or (Path(source).is_dir() and not (file.is_file() and '"vision_config"' in file.read_text())):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(source, **hub_options(section))
+    except (OSError, ValueError, ImportError):  # loading the model says what is wrong with it
+        return None
+    return None if vision_family(config) is None else config
+
+
+def _load_processor(section: ModelSection, folder: Path | None) -> Any:
     """Load the processor of the model; a package that it lacks is named."""
-    source, _ = resolve_source(section.base_model, None)
+    source = str(folder or resolve_source(section.base_model, None)[0])
     name = section.processor_class or "AutoProcessor"
     chosen = getattr(transformers, name, None)
     if chosen is None:
         raise UserError(f"processor_type: transformers has no class {name!r}; leave it out for AutoProcessor")
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"base_model: {source!r} reads {MISSING_PILLOW}") from error
+    if importlib.util.find_spec("PIL") is None:
+        raise UserError(f"base_model: {source!r} reads images: {MISSING_PILLOW}")
     with load_failures("base_model", source, "processor"):
         return chosen.from_pretrained(source, **hub_options(section), **section.processor_options)
 

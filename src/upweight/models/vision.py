@@ -1,11 +1,12 @@
 """Vision-language models: which families there are, and what each needs beside tokens."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from upweight.errors import UserError
@@ -88,8 +89,17 @@ def token_types(family: VisionFamily, is_image_BN: Tensor) -> Inputs:
     return {} if family.token_types is None else {family.token_types: is_image_BN.long()}
 
 
-def vision_modules(base: PreTrainedModel) -> list[nn.Module]:
-    """Return the parts of a model that only images go through: all of its body but the language model."""
-    decoder = base.get_decoder()
-    inside = {*decoder.modules(), base.get_output_embeddings()}
-    return [module for module in base.base_model.children() if module not in inside and decoder not in module.modules()]
+def vision_module_names(base: PreTrainedModel) -> list[str]:
+    """Return the names of a model's parts that only images go through: all of its body but the language model."""
+    decoder, body = base.get_decoder(), base.base_model
+    prefix = next(name for name, module in base.named_modules() if module is body)
+    parts = [name for name, module in body.named_children() if decoder not in set(module.modules())]
+    return [f"{prefix}.{name}" for name in parts]
+
+
+def freeze_vision(base: PreTrainedModel) -> str:
+    """Freeze what only images go through; return a pattern of the names of its modules."""
+    names = vision_module_names(base)
+    for name in names:
+        base.get_submodule(name).requires_grad_(False)
+    return "|".join(rf"{re.escape(name)}(\..*)?" for name in names)

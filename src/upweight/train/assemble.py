@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers import ProcessorMixin, TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
@@ -25,6 +25,7 @@ from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
 from upweight.models.precision import HALF_DTYPES
+from upweight.models.processor import attach_processor
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
@@ -40,7 +41,7 @@ from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
-from upweight.train.policy import Policy, load_policy, make_policy
+from upweight.train.policy import Policy, load_policy, make_policy, refuse_with_images
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
@@ -85,6 +86,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
+    if "images" in first:
+        refuse_with_images(config, model, ranks.num_processes, sharding)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -131,6 +134,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
     """Return the tokenizer of the script, else of the model. A script's EOS and padding tokens must be in it."""
     tokenizer = objects.tokenizer
+    if isinstance(tokenizer, ProcessorMixin):
+        of_model = load_model_config(config.model) if objects.model is None else objects.model.config
+        tokenizer = attach_processor(tokenizer, of_model)  # pyright: ignore[reportArgumentType]
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
         raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
     if not objects.from_script:

@@ -9,10 +9,12 @@ from typing import Any
 
 from upweight.config.peers import TEMPLATE_ALIASES
 from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetSpec
+from upweight.data.images import MARKS, as_parts, with_marks
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.processor import image_reader
 from upweight.watchdog import TimeUp, time_limit
 
 REWRITTEN_PROMPT = "the chat template writes earlier turns differently once a completion follows; it is rendered alone"
@@ -127,8 +129,15 @@ class ChatTemplate:
         options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False}
         ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
+        messages, reader = conversation.messages, image_reader(self.tokenizer)
+        if reader is None:
+            with time_limit(self.seconds):
+                return self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
+        numbers = [number for message in messages for number in MARKS.findall(message["content"])]
+        messages = [{**message, "content": as_parts(message["content"])} for message in messages]
         with time_limit(self.seconds):
-            return self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
+            text = self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
+        return with_marks(text, reader.placeholder, numbers)
 
     def _with_supported_roles(self, conversation: Conversation) -> Conversation:
         """Move system text into the first user message if the template has no system role."""

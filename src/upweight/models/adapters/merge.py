@@ -29,6 +29,7 @@ from upweight.models.load import (
     model_class,
     resolve_source,
 )
+from upweight.models.processor import save_processor, with_processor
 from upweight.models.tokenizer import load_tokenizer
 from upweight.runs.checkpoints import refuse_damaged
 
@@ -67,7 +68,7 @@ class AdapterFolder:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of training: the adapter's where it has one, else the base model's."""
         if (self.folder / "tokenizer_config.json").is_file():
-            return AutoTokenizer.from_pretrained(str(self.folder))
+            return with_processor(AutoTokenizer.from_pretrained(str(self.folder)), self.base, self.folder)
         return load_tokenizer(self.base)
 
     def load(self, dtype: torch.dtype) -> PeftModel:
@@ -92,7 +93,7 @@ def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
             nn.Module.to(merged, adapted.dtype())
             merged.config.dtype = adapted.dtype()
             merged.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        save_processor(tokenizer, str(part))
 
 
 def _merged_whole(model: PeftModel) -> PreTrainedModel:

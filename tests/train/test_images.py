@@ -1,0 +1,186 @@
+"""Vision-language models train from a config and by a script, save their processor, and learn what images show."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from made_runs import metrics_of, write_config
+from tiny_vision import drawn_image, processor, vision_model
+from upweight import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from upweight.config import load_config
+from upweight.errors import UserError
+from upweight.models.adapters.merge import AdapterFolder, merge_adapter
+from upweight.train.run import train
+
+COLOURS = {"red": (220, 20, 20), "blue": (20, 20, 220)}
+
+
+def write_vision_model(folder, kind="llava"):
+    vision_model(kind).save_pretrained(folder)
+    processor(kind).save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder, kind="sft", count=8):
+    """Questions about the colour of an image, which the answer depends on alone."""
+    rows = []
+    for number in range(count):
+        colour = list(COLOURS)[number % 2]
+        other = list(COLOURS)[1 - number % 2]
+        Image.new("RGB", (40, 40), COLOURS[colour]).save(folder / f"{colour}.png")
+        prompt = [
+            {"role": "user", "content": [{"type": "image", "path": f"{colour}.png"}, {"type": "text", "text": "?"}]}
+        ]
+        sides = [{"role": "assistant", "content": one} for one in (colour, other)]
+        row = {"messages": [*prompt, sides[0]]} if kind == "sft" else {"prompt": prompt}
+        row |= {"chosen": sides[:1], "rejected": sides[1:]} if kind == "dpo" else {}
+        row |= (
+            {"completion": sides[:1] if number % 4 < 2 else sides[1:], "label": number % 4 < 2} if kind == "kto" else {}
+        )
+        rows.append(row)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def config_of(folder, kind="sft", model=None, **keys):
+    rows = write_rows(folder, kind)
+    model = model or write_vision_model(folder / "model")
+    keys = {"rl": None if kind == "sft" else kind, "datasets": [{"path": str(rows)}], "num_epochs": 12, **keys}
+    keys = {"sequence_len": 256, "learning_rate": 3e-3, "micro_batch_size": 4, "gradient_accumulation_steps": 1, **keys}
+    return load_config(write_config(folder, model, **keys))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+def test_answers_are_learned_that_depend_on_the_image_alone(kind, tmp_path):
+    train(config_of(tmp_path, kind))
+    losses = [line["loss"] for line in metrics_of(tmp_path / "out") if "loss" in line]
+    assert losses[-1] < 0.5 * losses[0]
+    saved = AutoProcessor.from_pretrained(tmp_path / "out")  # the processor is saved with the model
+    assert type(saved).__name__ == "LlavaProcessor"
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    before = vision_model("llava")
+    moved = {name: not torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items()}
+    assert any(changed for name, changed in moved.items() if "vision" in name)
+    if kind == "sft":
+        for colour, rgb in COLOURS.items():
+            asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+            text = saved.apply_chat_template(asked, add_generation_prompt=True)
+            inputs = saved(text=[text], images=[Image.new("RGB", (40, 40), rgb)], return_tensors="pt")
+            written = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            assert saved.tokenizer.decode(written, skip_special_tokens=True) == colour
+
+
+def test_an_adapter_leaves_the_vision_tower_alone_unless_asked(tmp_path):
+    config = config_of(tmp_path, adapter="lora", lora_target_linear=True, lora_r=4, num_epochs=1)
+    train(config)
+    names = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert names["exclude_modules"]
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert weights
+    assert all("language_model" in name for name in weights)
+    merged = tmp_path / "merged"
+    merge_adapter(AdapterFolder(config.model, tmp_path / "out"), merged)
+    assert type(AutoProcessor.from_pretrained(merged)).__name__ == "LlavaProcessor"
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    train(
+        config_of(
+            asked, model=tmp_path / "model", adapter="lora", lora_target_linear=True, freeze_vision=False, num_epochs=1
+        )
+    )
+    assert any("vision_tower" in name for name in load_file(asked / "out" / "adapter_model.safetensors"))
+
+
+def test_freeze_mm_modules_trains_the_language_model_alone(tmp_path):
+    train(config_of(tmp_path, freeze_mm_modules=True, num_epochs=1))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    before = vision_model("llava").state_dict()
+    for name, value in model.items():
+        frozen = "vision_tower" in name or "projector" in name
+        assert not frozen or torch.equal(value, before[name])
+    assert not torch.equal(model["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_a_run_resumes_with_its_images(tmp_path):
+    config = config_of(tmp_path, num_epochs=2, save_steps=1)
+    train(config)
+    assert (tmp_path / "out" / "checkpoint-1" / "processor_config.json").is_file()
+    whole = metrics_of(tmp_path / "out")
+    other = tmp_path / "other"
+    other.mkdir()
+    again = config_of(
+        other,
+        model=tmp_path / "model",
+        num_epochs=2,
+        save_steps=1,
+        resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"),
+    )
+    train(again)
+    assert metrics_of(other / "out")[-1]["loss"] == pytest.approx(whole[-1]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({"neftune_noise_alpha": 5}, "neftune_noise_alpha"), ({"image_size": 512}, "processor_kwargs")],
+)
+def test_what_images_do_not_work_with_is_refused(keys, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        train(config_of(tmp_path, **keys))
+
+
+COMMON = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "max_steps": 2}
+
+
+def test_scripts_pass_a_processor_and_columns_of_images(tmp_path):
+    answer = [{"role": "assistant", "content": "red"}]
+    prompt = [{"role": "user", "content": "which colour?"}]
+    rows = Dataset.from_list([{"images": [drawn_image(n)], "messages": prompt + answer} for n in range(4)])
+    args = SFTConfig(output_dir=str(tmp_path / "sft"), **COMMON)
+    trainer = SFTTrainer(vision_model("qwen2_5_vl"), args, train_dataset=rows, processing_class=processor("qwen2_5_vl"))
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    pairs = [
+        {
+            "image": drawn_image(n),
+            "prompt": prompt,
+            "chosen": answer,
+            "rejected": [{"role": "assistant", "content": "no"}],
+        }
+        for n in range(4)
+    ]
+    args = DPOConfig(output_dir=str(tmp_path / "dpo"), **COMMON)
+    DPOTrainer(
+        vision_model("gemma3"), args=args, train_dataset=Dataset.from_list(pairs), processing_class=processor("gemma3")
+    ).train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "processor_config.json").is_file()
+
+
+def test_a_text_model_refuses_columns_of_images(tmp_path):
+    from tiny_models import tiny
+
+    rows = [{"images": [drawn_image(0)], "text": "<image>"}]
+    with pytest.raises(UserError, match="the column 'images' holds images"):
+        SFTTrainer(
+            tiny("llama"),
+            SFTConfig(output_dir=str(tmp_path)),
+            train_dataset=rows,
+            processing_class=processor("llava").tokenizer,
+        )
+
+
+def test_a_vision_model_trains_on_texts_alone(tmp_path):
+    model = write_vision_model(tmp_path / "model", "qwen3_vl")  # its processor needs torchvision, which is said
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the quick brown fox"}) + "\n")
+    file = write_config(tmp_path, model, rl=None, datasets=[{"path": str(tmp_path / "rows.jsonl")}], num_epochs=2)
+    train(load_config(file))
+    assert metrics_of(tmp_path / "out")
