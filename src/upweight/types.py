@@ -287,6 +287,7 @@ class Sampling:
     seed: int | None = None
     first: int = 0  # index of the first prompt, where several processes divide the prompts of one seed
     seeds: tuple[int, ...] | None = None  # one seed for each completion, ordered by prompt; replaces `seed` and `first`
+    images: tuple[tuple[ImageRef, ...], ...] = ()  # of each prompt; empty: no prompt has any
 
 
 class Generator(Protocol):

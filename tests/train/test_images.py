@@ -128,6 +128,43 @@ def test_a_run_resumes_with_its_images(tmp_path):
     assert metrics_of(other / "out")[-1]["loss"] == pytest.approx(whole[-1]["loss"])
 
 
+REWARD = """
+def right(completions, images, **columns):
+    scores = []
+    for completion, (image,) in zip(completions, images, strict=True):
+        letter = "r" if image.getpixel((0, 0))[0] > 100 else "b"
+        scores.append(float(completion[0]["content"].startswith(letter)))
+    return scores
+"""
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "idefics3", "gemma3"])
+def test_grpo_samples_after_images_and_rewards_get_them(kind, tmp_path, monkeypatch):
+    from upweight.models import processor as reading
+
+    model, of_kind = vision_model(kind), processor(kind)
+    vision_model(kind).save_pretrained(tmp_path / "model")
+    of_kind.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(reading, "_load_processor", lambda section, folder: processor(kind))  # without torchvision
+    (tmp_path / f"rewards_{kind}.py").write_text(REWARD)
+    trl = {"num_generations": 4, "max_completion_length": 4, "reward_funcs": [f"rewards_{kind}.right"]}
+    trl |= {"log_completions": False}
+    train(config_of(tmp_path, "grpo", tmp_path / "model", micro_batch_size=8, num_epochs=None, max_steps=2, trl=trl))
+    assert model is not None
+    logged = metrics_of(tmp_path / "out")
+    assert any("reward" in line for line in logged)
+    ratios = [value for line in logged for name, value in line.items() if "ratio" in name and "mean" in name]
+    assert all(abs(value - 1) < 1e-3 for value in ratios)
+    written = (tmp_path / "out" / "completions.jsonl").read_text()
+    assert "<image>" not in json.loads(written.splitlines()[0]).get("completion", "")
+
+
+def test_grpo_refuses_vllm_with_images(tmp_path):
+    trl = {"num_generations": 4, "max_completion_length": 4, "reward_funcs": ["length"], "rollout_func": "mine.f"}
+    with pytest.raises(UserError, match=r"trl.rollout_func, trl.rollout_backend: code of yours gets no images"):
+        train(config_of(tmp_path, "grpo", micro_batch_size=8, num_epochs=None, max_steps=2, trl=trl))
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [({"neftune_noise_alpha": 5}, "neftune_noise_alpha"), ({"image_size": 512}, "processor_kwargs")],

@@ -21,7 +21,7 @@ from upweight.methods.base import Method
 from upweight.models.processor import image_reader
 from upweight.user_modules import load_function, local_file, source_of
 
-WITH_IMAGES = ("text", "pairs", "labelled")  # kinds of data whose rows may have images
+WITH_IMAGES = ("text", "pairs", "labelled", "prompts")  # kinds of data whose rows may have images
 
 
 def build_encoder(  # noqa: PLR0917
@@ -141,6 +141,7 @@ class Encoder:
         if not images or self.setup.images is None:
             return records
         method = self.setup.method
-        if method.data not in WITH_IMAGES or method.strided or method.evaluates_loss or method.head != "tokens":
+        computed = method.strided or method.evaluates_loss or bool(method.computed_rewards) or method.needs_teacher
+        if method.data not in WITH_IMAGES or computed or method.head != "tokens":
             raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
         return [with_images(record, texts, images, self.setup.images.reader.placeholder) for record in records]

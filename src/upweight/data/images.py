@@ -19,7 +19,7 @@ import datasets
 from upweight.data.raw_row import Record, RowError, describe_value
 from upweight.errors import UserError
 from upweight.files import atomic_path
-from upweight.models.processor import Expansion, ImageReader
+from upweight.models.processor import Expansion, ImageReader, open_image
 from upweight.types import ImageRef
 
 MARK = "\ue0f0{}\ue0f1"  # two characters for private use, around a number
@@ -290,11 +290,23 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
         if not any(mask):
             raise RowError("row", "at least one token that is trained on and stands for no image")
         columns["loss_mask"] = mask
-    shown = {
-        key: MARKS.sub(placeholder, value) if isinstance(value, str) else value for key, value in record.text.items()
-    }
+    if "prompt" in columns:  # of online methods, for rewards
+        columns["prompt"] = _unmarked(columns["prompt"], placeholder)
+    texts_shown = {key: value for key, value in record.text.items() if isinstance(value, str)}
+    shown = record.text | {key: MARKS.sub(placeholder, value) for key, value in texts_shown.items()}
     shown["images"] = "; ".join(f"{Path(ref.path).name}: {ref.tokens} tokens" for ref in refs)
     return replace(record, text=shown, columns=columns)
+
+
+def _unmarked(value: Any, placeholder: str) -> Any:
+    """Return a prompt, text or messages, with image parts or placeholders in place of marks."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("text"), str) and MARKS.fullmatch(value["text"]):
+            return {"type": "image"}
+        return {name: _unmarked(inner, placeholder) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_unmarked(inner, placeholder) for inner in value]
+    return MARKS.sub(placeholder, value) if isinstance(value, str) else value
 
 
 def _column(ref: ImageRef) -> dict[str, Any]:
@@ -302,9 +314,16 @@ def _column(ref: ImageRef) -> dict[str, Any]:
 
 
 def image_refs(row: Mapping[str, Any]) -> tuple[ImageRef, ...]:
-    """Return the references to images that a prepared row holds."""
-    refs = row.get("images") or ()
+    """Return the references to images that a prepared row holds; none for a user's column of that name."""
+    refs = row.get("images")
+    if not isinstance(refs, list) or not all(isinstance(ref, Mapping) and "token_id" in ref for ref in refs):
+        return ()
     return tuple(ImageRef(**{**ref, "grid": None if ref["grid"] is None else tuple(ref["grid"])}) for ref in refs)
+
+
+def open_images(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a prepared row, as Pillow has them."""
+    return [open_image(Path(ref.path).read_bytes()) for ref in image_refs(row)]
 
 
 def undecoded(dataset: datasets.Dataset) -> datasets.Dataset:

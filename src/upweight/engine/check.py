@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upweight.engine.forward import Engine
-from upweight.engine.image_rows import plain_inputs
 from upweight.engine.layout import scaled_beyond
 from upweight.engine.packing import Layout
 from upweight.engine.scores import without_padding
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
-from upweight.models.vision import vision_family
 from upweight.types import Batch, ImageRef
 
 _FROM_EACH_END = 2  # sequences compared from the start of a batch, and as many from its end
@@ -209,8 +207,7 @@ def _image_inputs(engine: Engine, sequence: _Sequence, ids_1N: Tensor) -> dict[s
             left -= image.tokens
     if not images:
         return {}
-    pixels = {name: value.to(ids_1N.device) for name, value in engine.images.inputs(images).items()}
-    return plain_inputs(vision_family(engine.config), pixels, ids_1N, token_id)
+    return engine.images.plain_inputs([images], ids_1N)
 
 
 def _change_without_suffix(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from upweight.models.modules import backbone_of
-from upweight.models.vision import Inputs, VisionFamily, image_features, token_types, vision_family
+from upweight.models.vision import image_features, token_types, vision_family
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +40,3 @@ def image_rows(base: PreTrainedModel, images: dict[str, Any], ids_BN: Tensor) ->
     if family.sees_whole_image:  # the body around the language model builds its masks
         return ImageRows(backbone_of(base), inputs | token_types(family, is_image_BN))
     return ImageRows(base.get_decoder(), inputs)
-
-
-def plain_inputs(family: VisionFamily | None, pixels: Inputs, ids_BN: Tensor, token_id: int) -> dict[str, Any]:
-    """Return what a plain forward of sequences with images reads beside their ids."""
-    assert family is not None
-    return {**pixels, **token_types(family, ids_BN == token_id)}

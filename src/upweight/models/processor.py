@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.load import hub_options, load_failures, resolve_source
-from upweight.models.vision import Inputs, joined_inputs, vision_family
+from upweight.models.vision import Inputs, joined_inputs, token_types, vision_family
 from upweight.types import ImageRef
 
 _ATTRIBUTE = "upweight_images"  # of a tokenizer
@@ -86,6 +87,12 @@ class ImageReader:
     def inputs(self, refs: Sequence[ImageRef]) -> Inputs:
         """Return the vision tower's inputs of some images, read from their files."""
         return joined_inputs(self.family, [self._read(ref) for ref in refs])
+
+    def plain_inputs(self, images: Sequence[Sequence[ImageRef]], ids_BN: Tensor) -> Inputs:
+        """Return what a plain forward of sequences reads beside their ids: the images of each, in order."""
+        pixels = self.inputs([ref for several in images for ref in several])
+        moved = {name: value.to(ids_BN.device) for name, value in pixels.items()}
+        return moved | token_types(self.family, ids_BN == self.token_id)
 
     def _read(self, ref: ImageRef) -> Inputs:
         """Return the inputs of one image; the last ones are kept, since several forwards may read a row."""

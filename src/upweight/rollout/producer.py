@@ -17,7 +17,7 @@ from upweight.heartbeat import activity
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.scorer import RewardResult, Scorer
-from upweight.rollout.completion_source import CompletionSource
+from upweight.rollout.completion_source import CompletionSource, with_images
 from upweight.rollout.credit import credit_tokens
 from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
@@ -180,7 +180,8 @@ class Producer:
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
         if self.check_sampling is not None:
-            self.check_sampling([group.prompt_ids for group in groups], sampling, self.ranks.gather)
+            prompts = [group.prompt_ids for group in groups]
+            self.check_sampling(prompts, with_images(sampling, groups), self.ranks.gather)
         metrics = self._fill_groups(groups[mine], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[mine], metrics))
         return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)

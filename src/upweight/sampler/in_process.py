@@ -98,17 +98,22 @@ class InProcess:
 
         `gather` returns the results of all ranks on every rank, where all ranks call this method.
         """
+        if sampling.images and self._strategy == Strategy.SHARED_PREFIX:
+            self._checked = False  # earlier prompts had no images
         if self._checked or not prompts:
             return
         name = type(self._base).__name__
+        strategies = list(Strategy)[list(Strategy).index(self._strategy) :]
+        if sampling.images:  # the sampler that shares prompts reads tokens alone, and no image can be read twice
+            strategies = [Strategy.GENERATE]
         trial = TrialPrompts.of(prompts, sampling, self._max_positions())
         failures: list[str] = []
-        for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
+        for strategy in strategies:
             # Completions of full length, with the log-probs of the strategy.
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
             draw = functools.partial(self._sample_with, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
-                results = gather(compare_sampling(self._base, trial, draw))
+                results = gather(compare_sampling(self._base, trial, draw, self._engine.images))
             # Of all ranks the same one, so that all choose the same strategy.
             result = next((result for result in results if not result.passed), results[0])
             if result.passed:
@@ -143,7 +148,8 @@ class InProcess:
             for wave in self._waves(prompts, rows.count, sampling):
                 self._sample_wave(prompts, wave, sampling, uniform_SN, rows)
         else:
-            hf_generate(self._model, engine, prompts, rows, sampling, cached=strategy == Strategy.GENERATE)
+            options: dict[str, Any] = {"cached": strategy == Strategy.GENERATE, "reader": self._engine.images}
+            hf_generate(self._model, engine, prompts, rows, sampling, **options)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
 
     def sync(self, version: int) -> None:

@@ -25,7 +25,7 @@ from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
 from upweight.models.precision import HALF_DTYPES
-from upweight.models.processor import attach_processor
+from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
@@ -86,8 +86,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    if "images" in first:
-        refuse_with_images(config, model, ranks.num_processes, sharding)
+    if image_reader(tokenizer) is not None and "images" in first:
+        refuse_with_images(config, model, ranks.num_processes, sharding, acts=env_setup is not None)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
