@@ -15,9 +15,12 @@ from made_runs import metrics_of, write_config
 from tiny_vision import drawn_image, processor, vision_model
 from upweight import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from upweight.config import load_config
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
+from upweight.inference.generate import load_text_generator
 from upweight.models.adapters.merge import AdapterFolder, merge_adapter
 from upweight.train.run import train
+from upweight.types import Sampling
 
 COLOURS = {"red": (220, 20, 20), "blue": (20, 20, 220)}
 
@@ -69,6 +72,11 @@ def test_answers_are_learned_that_depend_on_the_image_alone(kind, tmp_path):
     moved = {name: not torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items()}
     assert any(changed for name, changed in moved.items() if "vision" in name)
     if kind == "sft":
+        generator = load_text_generator(ModelSection(base_model=str(tmp_path / "out")), new_tokens=6)
+        ids, refs = generator.encode_with_images({"prompt": "?", "images": [str(tmp_path / "blue.png")]})
+        assert len(refs) == 1
+        ((answer,),) = generator([ids], Sampling(1, temperature=0, images=(refs,)))
+        assert answer.text == "blue"
         for colour, rgb in COLOURS.items():
             asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
             text = saved.apply_chat_template(asked, add_generation_prompt=True)
