@@ -116,6 +116,8 @@ class RowImages:
         content, path = self._content(source, key)
         try:
             loaded = self.reader.refer(content, path or "")
+        except UserError:
+            raise
         except ValueError as error:
             raise RowError(key, f"an image, got {path or 'bytes'} that cannot be read as one: {error}") from error
         return loaded if path else (replace(loaded[0], path=self._stored(loaded[0].digest, content)), loaded[1])

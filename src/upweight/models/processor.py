@@ -168,6 +168,8 @@ def with_processor(
 
 def _vision_config(section: ModelSection) -> PreTrainedConfig | None:
     """Return the config of a model of a family that reads images; None for others, which are read no further."""
+    if section.base_model is None:
+        return None
     source, packed = resolve_source(section.base_model, section.gguf_file)
     file = Path(source) / "config.json"
     if packed is not None or (Path(source).is_dir() and not (file.is_file() and '"vision_config"' in file.read_text())):
