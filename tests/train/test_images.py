@@ -11,7 +11,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from made_runs import metrics_of, write_config
+from made_runs import metrics_of, write_config, write_model
 from tiny_vision import drawn_image, processor, vision_model
 from upweight import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from upweight.config import load_config
@@ -221,6 +221,14 @@ def test_a_text_model_refuses_columns_of_images(tmp_path):
             train_dataset=rows,
             processing_class=processor("llava").tokenizer,
         )
+
+
+@pytest.mark.parametrize(
+    "keys", [{"freeze_vision": True}, {"processor_type": "AutoProcessor"}, {"processor_kwargs": {"a": 1}}]
+)
+def test_keys_of_images_are_refused_for_text_models(keys, tmp_path):
+    with pytest.raises(UserError, match=f"{next(iter(keys))}: the model reads no images"):
+        train(load_config(write_config(tmp_path, write_model(tmp_path / "model"), **keys)))
 
 
 def test_a_vision_model_trains_on_texts_alone(tmp_path):

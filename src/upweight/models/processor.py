@@ -191,7 +191,10 @@ def _load_processor(section: ModelSection, folder: Path | None) -> Any:
     if importlib.util.find_spec("PIL") is None:
         raise UserError(f"base_model: {source!r} reads images: {MISSING_PILLOW}")
     with load_failures("base_model", source, "processor"):
-        return chosen.from_pretrained(source, **hub_options(section), **section.processor_options)
+        processor = chosen.from_pretrained(source, **hub_options(section), **section.processor_options)
+    if getattr(processor, "image_processor", None) is None:
+        raise UserError(f"base_model: {source!r} has no processor that reads images; copy the files of the original")
+    return processor
 
 
 def save_processor(tokenizer: Any, folder: str) -> None:

@@ -103,8 +103,10 @@ def _freeze_vision(model: Model, config: Config) -> str | None:
     """Freeze the vision tower and projector where the settings say so; return a pattern of their names."""
     asked = config.model.freeze_vision
     if vision_family(model.config) is None:  # pyright: ignore[reportArgumentType]
-        if asked is not None:
-            raise UserError("freeze_vision: the model reads no images. Leave it out.")
+        keys = {"freeze_vision": asked is not None, "processor_type": config.model.processor_class is not None}
+        keys["processor_kwargs"] = bool(config.model.processor_options)
+        if given := [key for key, is_set in keys.items() if is_set]:
+            raise UserError(f"{given[0]}: the model reads no images. Leave it out.")
         return None
     if not (config.adapter.kind is not None if asked is None else asked):
         return None
