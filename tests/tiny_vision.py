@@ -1,6 +1,7 @@
 """Tiny vision-language models and their processors, built in code; they need Pillow alone."""
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -57,9 +58,14 @@ def tokenizer(kind: str = "llava") -> PreTrainedTokenizerFast:
 
 
 def without_video(kind: type) -> type:
-    """A processor class that takes no video processor, which would need torchvision."""
-    check = {"check_argument_for_proper_class": lambda self, name, value: value}
-    return type(kind.__name__, (kind,), check)
+    """A processor class that takes no video processor, which would need torchvision; it is saved without one."""
+
+    def save_pretrained(self, folder) -> None:
+        self.tokenizer.save_pretrained(folder)
+        (Path(folder) / "processor_config.json").write_text("{}")
+
+    taken = {"check_argument_for_proper_class": lambda self, name, value: value, "save_pretrained": save_pretrained}
+    return type(kind.__name__, (kind,), taken)
 
 
 def processor(kind: str):
