@@ -170,6 +170,14 @@ def test_a_dataset_gives_stored_bytes_and_not_pixels():
     assert undecoded(plain) is plain
 
 
+def test_a_template_of_texts_gets_placeholders_inside_them(tmp_path):
+    (record,) = encoder(tmp_path, type="chat_template", chat_template="chatml")(
+        {"messages": asked(IMAGE, text("what?")), "image": png(0)}
+    )
+    assert "<|im_start|>user\n<image>what?" in record.text["text"]
+    assert record.columns["ids"].count(259) == 16
+
+
 def test_a_text_models_rows_are_refused_as_before(tmp_path):
     tokenizer = processor("llava").tokenizer
     plain = build_encoder(DataSection(), SFT(), DatasetSpec(), 0, tokenizer, ConfigView({}), tmp_path)

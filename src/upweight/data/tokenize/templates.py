@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,8 @@ class ChatTemplate:
             with time_limit(self.seconds):
                 return self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
         numbers = [number for message in messages for number in MARKS.findall(message["content"])]
-        messages = [{**message, "content": as_parts(message["content"])} for message in messages]
+        written = as_parts if self._takes_parts else partial(MARKS.sub, reader.placeholder)
+        messages = [{**message, "content": written(message["content"])} for message in messages]
         with time_limit(self.seconds):
             text = self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
         return with_marks(text, reader.placeholder, numbers)
@@ -155,6 +156,16 @@ class ChatTemplate:
     @cached_property
     def _has_system_role(self) -> bool:
         return "SYSTEM-PROBE" in self._probe("system", "user")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes contents that are lists of parts; others write them as Python shows them."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": "PARTS-PROBE"}]}]
+        try:
+            text = self.tokenizer.apply_chat_template(parts, chat_template=self.source, tokenize=False)
+        except Exception:  # foreign code, which may take texts alone
+            return False
+        return "PARTS-PROBE" in text and "'text'" not in text
 
     @cached_property
     def _has_generation_prompt(self) -> bool:
