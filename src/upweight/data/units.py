@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from upweight.data.images import image_refs
 from upweight.engine.images import image_positions
-from upweight.methods.base import Method, required
+from upweight.methods.base import Method
 from upweight.types import IGNORED, Sample, Unit
 
 MISMATCHED = -1
@@ -83,11 +83,12 @@ def _with_images(sample: Sample, row: Mapping[str, Any]) -> Sample:
     refs = image_refs(row)
     if not refs:
         return sample
-    if sample.prompt is not None and sample.prompt.any():  # ORPO scores prompts
+    prompt = sample.prompt
+    if prompt is not None and prompt.any():  # ORPO scores prompts
         sample, scored = replace(sample, images=refs), sample.loss_mask.copy()
         for at in image_positions(sample):
             scored[at[0] : at[-1] + 1] = False
-        return replace(sample, loss_mask=scored, prompt=required(sample.prompt)[scored[sample.loss_mask]])
+        return replace(sample, loss_mask=scored, prompt=prompt[scored[sample.loss_mask]])
     return replace(sample, images=refs)
 
 
