@@ -119,9 +119,10 @@ def test_freeze_mm_modules_trains_the_language_model_alone(tmp_path):
 
 
 def test_a_run_resumes_with_its_images(tmp_path):
-    config = config_of(tmp_path, num_epochs=2, save_steps=1)
+    config = config_of(tmp_path, num_epochs=2, save_steps=1, save_total_limit=4)
     train(config)
-    assert (tmp_path / "out" / "checkpoint-1" / "processor_config.json").is_file()
+    kept = sorted((tmp_path / "out").glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    assert (kept[0] / "processor_config.json").is_file()
     whole = metrics_of(tmp_path / "out")
     other = tmp_path / "other"
     other.mkdir()
@@ -131,7 +132,7 @@ def test_a_run_resumes_with_its_images(tmp_path):
         datasets=[{"path": str(tmp_path / "rows.jsonl")}],
         num_epochs=2,
         save_steps=1,
-        resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"),
+        resume_from_checkpoint=str(kept[0]),
     )
     train(again)
     assert metrics_of(other / "out")[-1]["loss"] == pytest.approx(whole[-1]["loss"])
@@ -165,8 +166,13 @@ def test_grpo_samples_after_images_and_rewards_get_them(kind, tmp_path, monkeypa
     assert all("token_id" not in json.loads(line).get("completion", "") for line in files[0].read_text().splitlines())
 
 
-def test_grpo_refuses_vllm_with_images(tmp_path):
-    trl = {"num_generations": 4, "max_completion_length": 4, "reward_funcs": ["length"], "rollout_func": "mine.f"}
+def test_grpo_refuses_functions_of_users_with_images(tmp_path):
+    trl = {
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "reward_funcs": ["length(maximum=20)"],
+        "rollout_func": "mine.f",
+    }
     with pytest.raises(UserError, match=r"trl.rollout_func, trl.rollout_backend: code of yours gets no images"):
         train(config_of(tmp_path, "grpo", micro_batch_size=8, num_epochs=None, max_steps=2, trl=trl))
 

@@ -24,7 +24,7 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
-from upweight.models.precision import HALF_DTYPES
+from upweight.models.precision import HALF_DTYPES, Sharding
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
@@ -37,7 +37,7 @@ from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
-from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
+from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
@@ -86,8 +86,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    if image_reader(tokenizer) is not None and "images" in first:
-        refuse_with_images(config, model, ranks.num_processes, sharding, acts=env_setup is not None)
+    _check_images(config, model, tokenizer, first, ranks.num_processes, sharding, acts=env_setup is not None)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -95,8 +94,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
     if isinstance(data.train, RowFeed):
         set_for_feed(arguments)
-    user_code = NONE if objects.from_script else load_user_code(config)
-    online = config.method.online_settings
+    user_code, online = NONE if objects.from_script else load_user_code(config), config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
     loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
     policy = make_policy(
@@ -129,6 +127,21 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         user_code=user_code,
         recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
+
+
+def _check_images(  # noqa: PLR0917
+    config: Config,
+    model: Model,
+    tokenizer: Tokenizer,
+    row: Mapping[str, Any],
+    ranks: int,
+    sharding: Sharding,
+    *,
+    acts: bool,
+) -> None:
+    """Raise for settings that do not go with images, if the rows have any."""
+    if image_reader(tokenizer) is not None and "images" in row:
+        refuse_with_images(config, model, ranks, sharding, acts=acts)
 
 
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:

@@ -45,6 +45,7 @@ PASSED_OBJECTS = (
     "rollout_func",
     "environment_factory",
 )
+PROCESSING_CLASS = PreTrainedTokenizerBase | ProcessorMixin
 NO_INPUTS = ("self", "__class__", "unknown")
 NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
@@ -93,8 +94,7 @@ def parts_for(
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
-    kinds = PreTrainedTokenizerBase | ProcessorMixin
-    require_type("processing_class", processing_class, kinds, "a tokenizer or a processor")
+    require_type("processing_class", processing_class, PROCESSING_CLASS, "a tokenizer or a processor")
     require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -108,12 +108,7 @@ def parts_for(
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
         tokenizer=processing_class,
-        read_rows=reader(
-            args,
-            formatting_func,
-            owns_prompts="environment_factory" in others,
-            reads_images=isinstance(model, str) or vision_family(model.config) is not None,
-        ),
+        read_rows=reader(args, formatting_func, model, owns_prompts="environment_factory" in others),
         peft_config=peft_config,
         callbacks=tuple(callbacks),
         optimizers=tuple(optimizers),
@@ -160,11 +155,12 @@ def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfi
 def reader(
     args: MethodArguments,
     formatting_func: Callable[[Any], str] | None,
+    model: str | Model | None = None,
     *,
     owns_prompts: bool = False,
-    reads_images: bool = False,
 ) -> ReadRows:
     """Return a function that turns rows into a Dataset and its settings; `owns_prompts`: an environment has prompts."""
+    reads_images = isinstance(model, str) or (model is not None and vision_family(model.config) is not None)
 
     def read(raw: Any, where: str) -> tuple[Dataset | IterableDataset, DataSection]:
         rows = as_dataset(raw, where)
