@@ -56,7 +56,7 @@ def row_images(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder: Pa
         return None
     source = Path(entry.path or "").expanduser()
     beside = source if source.is_dir() else source.parent
-    folders = [Path(), folder, folder / beside, beside]
+    folders = [beside, folder / beside, folder, Path()]
     # Axolotl puts the images of a column after the text of the first user message, TRL before it.
     return RowImages(reader, folders, Path(data.prepared_path).expanduser(), before_text=entry.type is None)
 
