@@ -10,6 +10,7 @@ import typer
 
 from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
 from upweight.cli.distill import distill_log
+from upweight.cli.export.commands import export, gguf, merge_lora, serve
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -174,31 +175,9 @@ def vllm_serve(
     raise typer.Exit(run_server(command, url, lambda: print(ready, flush=True)))
 
 
-@app.command("merge-lora", **TAKES_OVERRIDES)
-def merge_lora(
-    trained: TrainedTarget,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write; `merged` beside the adapter otherwise.")] = None,
-    check: Annotated[bool, typer.Option(help="Compare log-probs before and after, with the model in memory.")] = True,
-) -> None:
-    """Fold a trained adapter into its base model."""
-    from upweight.cli.export import run_merge
-
-    run_merge(trained, overrides or [], output=output, check=check)
-
-
-@app.command(**TAKES_OVERRIDES)
-def gguf(
-    trained: TrainedTarget,
-    overrides: Overrides = None,
-    *,
-    output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in it.")] = None,
-    kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
-) -> None:
-    """Write a trained model as one GGUF file, with llama.cpp's converter."""
-    from upweight.cli.export import run_gguf
-
-    run_gguf(trained, overrides or [], output=output, kind=kind)
+app.command("merge-lora", **TAKES_OVERRIDES)(merge_lora)
+for command in (export, gguf, serve):
+    app.command(**TAKES_OVERRIDES)(command)
 
 
 @app.command(**TAKES_OVERRIDES)
