@@ -86,7 +86,9 @@ def _converter() -> tuple[str, ...]:
     if command := shutil.which(CONVERTER):
         return (command,)
     no_package = f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path, and no package has it"
-    raise UserError(f"{no_package}. Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}")
+    raise UserError(
+        f"{no_package}. Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}"
+    )
 
 
 def _quantiser() -> tuple[str, ...]:

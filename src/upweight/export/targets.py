@@ -41,7 +41,9 @@ def run_export(trained: Trained, wanted: Export) -> list[str]:
     """Write a trained model for a target and return the lines to print: what was written, and how to use it."""
     for option, value, targets in (("--type", wanted.kind, KIND), ("--repository", wanted.repository, ("hub",))):
         if value is not None and wanted.target not in targets:
-            raise UserError(f"{option}: `--to {wanted.target}` has no use for it; it goes with {' and '.join(targets)}.")
+            raise UserError(
+                f"{option}: `--to {wanted.target}` has no use for it; it goes with {' and '.join(targets)}."
+            )
     if wanted.target in KIND:
         return _to_llama_cpp(trained, wanted, wanted.kind or KIND[wanted.target])
     if wanted.target == "hub":
@@ -57,7 +59,7 @@ def run_export(trained: Trained, wanted: Export) -> list[str]:
 
 def serve_line(folder: Path, name: str | None = None) -> str:
     """Return the command that serves a folder by vLLM on this machine."""
-    named = name or _name_of(folder)
+    named = name or name_of(folder)
     return shlex.join(["vllm", "serve", str(folder.resolve()), "--served-model-name", named, "--host", "127.0.0.1"])
 
 
@@ -73,7 +75,7 @@ def _to_llama_cpp(trained: Trained, wanted: Export, kind: str) -> list[str]:
             write_gguf(model, file, kind, tools)
         return [str(file)]
     folder = _free_output(wanted.output or default, wanted.overwrite)
-    name = _name_of(trained.folder())
+    name = name_of(trained.folder())
     with tempfile.TemporaryDirectory(dir=_made(folder.parent), prefix=".ollama-") as scratch:
         part = Path(scratch) / folder.name
         part.mkdir()
@@ -144,7 +146,9 @@ def _ends(model: Path, tokenizer: Any) -> list[str]:
         ends += eos if isinstance(eos, list) else [eos]
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     try:
-        ends += tokenizer.encode(tokenizer.apply_chat_template(turn, tokenize=False).rstrip(), add_special_tokens=False)[-1:]
+        ends += tokenizer.encode(
+            tokenizer.apply_chat_template(turn, tokenize=False).rstrip(), add_special_tokens=False
+        )[-1:]
     except Exception:  # a template is foreign code; `modelfile` says what is wrong with it
         return []
     special = set(tokenizer.all_special_tokens)
@@ -178,7 +182,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _name_of(folder: Path) -> str:
+def name_of(folder: Path) -> str:
     """Return a name for the served model: that of the folder of its run, in letters that every program takes."""
     parts = [part for part in folder.resolve().parts if part not in ("export", "vllm", "merged", "folder")]
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in parts[-1].lower())

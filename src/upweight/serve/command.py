@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config
-from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.config.sections.rollout import VllmSection
 from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer
 from upweight.errors import UserError
@@ -40,6 +40,26 @@ def serve_command(config: Config, *, python: str = sys.executable) -> Command:
     """Return the server command for training with `config`; `python` is the interpreter that has vLLM."""
     # The module and not the `vllm` script, which fails for vLLM's CPU packages because they have another name.
     return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_flags(config)), _env_variables(config))
+
+
+def trained_command(
+    model: ModelSection, adapter: Path | None, name: str, *, port: int, python: str = sys.executable
+) -> Command:
+    """Return the command that serves a trained model on this machine; an adapter beside its base, named `base`."""
+    if model.base_model is None or model.gguf_file is not None or model.base_model.endswith(".gguf"):
+        merged = "vLLM does not serve adapters on a GGUF file; `upweight export RUN --to vllm` writes what it serves"
+        raise UserError(f"base_model: {merged}.")
+    served = [*(["--served-model-name", "base"] if adapter else ["--served-model-name", name])]
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    options = ["--revision", model.revision] if model.revision else []
+    options += ["--trust-remote-code"] if model.trust_remote_code else []
+    if adapter is not None:
+        rank = allowed_rank(largest_rank(AdapterSection(folder=str(adapter))))
+        options += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={adapter}"]
+        # The adapter's tokenizer has the chat template of training.
+        options += ["--tokenizer", str(adapter)] if (adapter / "tokenizer_config.json").is_file() else []
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model.base_model, *served, *where, *options]
+    return Command(tuple(argv), {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"})
 
 
 def warnings_of(config: Config, version: str) -> Iterator[str]:
