@@ -90,7 +90,7 @@ def optimizer_bytes(name: str) -> int:
         return 2
     if "adafactor" in name or name.startswith("sgd"):
         return 0
-    return SINGLE_BYTES if name.startswith("lion") else 2 * SINGLE_BYTES
+    return SINGLE_BYTES if name.startswith(("lion", "muon")) else 2 * SINGLE_BYTES
 
 
 def training_bytes(optimizer: str) -> int:

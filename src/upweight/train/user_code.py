@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.errors import UserError
+from upweight.train.optimizers.muon import muon_factory
 from upweight.user_modules import asked_names, bind_options, is_path, load_function, named_errors
 
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
@@ -96,7 +97,7 @@ def _named(kind: Any, event: str, what: str) -> Callable[..., Any]:
 def _optimizer(config: Config) -> tuple[Any, dict[str, Any]] | None:
     path, options, optim = config.optim.optimizer, config.optim.optimizer_args or {}, config.optim
     if not is_path(path):
-        return None
+        return muon_factory(optim) if path == "muon" else None
     assert isinstance(options, dict), "a rule refuses text"
     kind: Any = load_function(path, config.folder, "optimizer")
     is_class = isinstance(kind, type)
@@ -120,7 +121,7 @@ def _built(function: Callable[..., Any], path: str, model: Any, **arguments: Any
 def _schedule(config: Config) -> Callable[[Optimizer, int, int], LRScheduler] | None:
     path, options = config.optim.scheduler, config.optim.scheduler_args
     if not is_path(path):
-        return None
+        return muon_factory(optim) if path == "muon" else None
     function = load_function(path, config.folder, "lr_scheduler")
     arguments = bind_options(function, options, "lr_scheduler_kwargs", path, SCHEDULE_GETS)
     asked = asked_names(function)
