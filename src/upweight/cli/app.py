@@ -11,6 +11,7 @@ import typer
 from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
 from upweight.cli.distill import distill_log
 from upweight.cli.export.commands import export, gguf, merge_lora, serve
+from upweight.cli.sweep import sweep
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -176,7 +177,7 @@ def vllm_serve(
 
 
 app.command("merge-lora", **TAKES_OVERRIDES)(merge_lora)
-for command in (export, gguf, serve):
+for command in (export, gguf, serve, sweep):
     app.command(**TAKES_OVERRIDES)(command)
 
 

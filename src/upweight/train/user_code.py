@@ -121,7 +121,7 @@ def _built(function: Callable[..., Any], path: str, model: Any, **arguments: Any
 def _schedule(config: Config) -> Callable[[Optimizer, int, int], LRScheduler] | None:
     path, options = config.optim.scheduler, config.optim.scheduler_args
     if not is_path(path):
-        return muon_factory(optim) if path == "muon" else None
+        return None
     function = load_function(path, config.folder, "lr_scheduler")
     arguments = bind_options(function, options, "lr_scheduler_kwargs", path, SCHEDULE_GETS)
     asked = asked_names(function)

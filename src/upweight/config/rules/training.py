@@ -53,7 +53,7 @@ def _projected(config: Config) -> Iterator[str]:
     """Check optimizers that treat some weights apart: GaLore, APOLLO, Muon."""
     name, targets = config.optim.optimizer, config.optim.optim_target_modules
     if name in LOW_RANK and not targets:
-        yield f"optim_target_modules: {name} needs the linear layers to project; set 'optim_target_modules: all-linear'."
+        yield f"optim_target_modules: {name} needs the linear layers to project; set it to 'all-linear'."
     if name in LOW_RANK and config.adapter.kind is not None:
         yield f"optimizer: {name} projects the gradients of whole weights, and an adapter has none; drop one of them."
     if targets and name not in LOW_RANK:
