@@ -15,7 +15,7 @@ JOBS ?= 2
 # One more than two cores have: tests wait for processes that they start.
 TEST_JOBS ?= 3
 
-.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama lint format docs dist bench soak demo clean
+.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama lint format docs dist release bench soak demo clean
 
 setup: $(READY)
 
@@ -137,6 +137,10 @@ docs: $(READY) $(DOCS)/.ready
 # What `pip install` takes: a wheel and the sources.
 dist: $(READY)
 	$(BIN)/python -m hatchling build -d dist
+
+# `make release VERSION=0.2.0`: the version, the changelog, the wheel and a look into it; publishes nothing itself.
+release: $(READY)
+	$(BIN)/python release/release.py $(VERSION)
 
 bench: $(READY)
 	$(BIN)/python -m bench
