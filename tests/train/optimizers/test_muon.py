@@ -1,5 +1,6 @@
 """Muon and AdamW as one optimizer: who steps what, and that a run goes on as if it had not stopped."""
 
+import copy
 import shutil
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_checkpoint_and_other_rates_are_followed():
     other = with_gradients(tiny("llama"))
     other.load_state_dict(model.state_dict())
     again = build_muon(other, lr=0.01, weight_decay=0.0, optim=optim)
-    again.load_state_dict(built.state_dict())
+    again.load_state_dict(copy.deepcopy(built.state_dict()))
     for one in (built, again):
         one.param_groups[:] = [{**group, "lr": 0.002} for group in one.param_groups]  # as lr_groups are put in place
         one.step()
