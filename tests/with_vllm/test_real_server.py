@@ -216,7 +216,7 @@ def taught_by(place, student, tmp_path, **block):
     )
     block = {"teacher": str(place), "on_policy": 0, "top_k": 6, **block}
     keys = {"rl": "distill", "distill": block, "datasets": [{"path": str(rows)}], "trl": None, "bf16": False}
-    return load_config(str(write_online(tmp_path, student, **keys, val_set_size=2)))
+    return load_config(write_online(tmp_path, student, **keys, val_set_size=2))
 
 
 def test_a_teacher_behind_a_server_gives_what_the_model_in_this_process_gives(lora_server, served_model, tmp_path):

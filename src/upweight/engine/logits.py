@@ -133,15 +133,15 @@ def token_statistics(
     `teacher`: its projections of the same tokens, or the ids that it lists.
     """
     raw = request.transform(projected_TV.float())
-    own = softmax_parts(raw, request.temperature)
+    policy = softmax_parts(raw, request.temperature)
     out: dict[str, Tensor] = {}
     if teacher is not None and request.teacher_transform is None:
         out = listed(raw, teacher, request.divergence)
     elif teacher is not None and request.teacher_transform is not None:
         how = request.divergence
-        student = own if how.temperature == request.temperature else softmax_parts(raw, how.temperature)
+        student = policy if how.temperature == request.temperature else softmax_parts(raw, how.temperature)
         out = compared(student, request.teacher_transform(teacher.float()), target_T, how)
-    logits, shifted_TV, total_T, log_sum_exp_T = own
+    logits, shifted_TV, total_T, log_sum_exp_T = policy
     out["logps_T"] = logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T
     out["log_sum_exp_T"] = log_sum_exp_T
     if "entropy_T" in request.statistics:
@@ -173,15 +173,15 @@ def token_gradient(
         compared_with = request.teacher_transform(teacher.float())
         grad_TV = compared_gradient(capped, compared_with, request.divergence, known, grads["divergence_T"])
     if grad_TV is None or not OF_TEACHER.issuperset(grads):
-        own_TV = _own_gradient(capped, target_T, request, known, grads)
-        grad_TV = own_TV if grad_TV is None else grad_TV + own_TV
+        rest_TV = _gradient_without_teacher(capped, target_T, request, known, grads)
+        grad_TV = rest_TV if grad_TV is None else grad_TV + rest_TV
     if request.transform.cap is not None:
         grad_TV *= 1 - (capped / request.transform.cap) ** 2
     factor = request.transform.scale
     return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
 
 
-def _own_gradient(
+def _gradient_without_teacher(
     capped: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> Tensor:
     """Return the gradient of the logits from the statistics that need no teacher."""
