@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.gpu_distill import Device, OurSide
-from upweight.engine import logits
+from upweight.engine import head
 from upweight.engine.activations import recompute_every_layer
 from upweight.models.modules import unwrap_peft
 from upweight.train.distill.teachers import LocalTeacher
@@ -20,7 +20,7 @@ from upweight.train.step import StepRunner
 PARTS = {
     "teacher": (LocalTeacher, "_taught"),
     "student_forward": (StepRunner, "_row_outputs"),
-    "head_forward": (logits, "linear_statistics"),
+    "head_forward": (head, "linear_statistics"),
 }
 
 

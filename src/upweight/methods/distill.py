@@ -119,7 +119,7 @@ class Distill(Method):
 
     @property
     def comparison(self) -> Divergence:
-        return Divergence(self.kind, self.beta, self.temperature)
+        return Divergence(self.kind, self.beta, self.temperature, summed=not self.ce_coef)
 
     @property
     def teacher_top_k(self) -> int | None:
