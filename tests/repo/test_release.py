@@ -1,16 +1,13 @@
 """A release sets its version everywhere, and a wheel that lacks something is refused."""
 
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from release.release import problems_of, set_version, wheel_problems
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from release.release import problems_of, set_version, wheel_problems  # noqa: E402
 
 
 @pytest.fixture
