@@ -18,7 +18,7 @@ from upweight.export.targets import Export, run_export
 from upweight.inference.generate import load_text_generator
 from upweight.processes import free_port
 from upweight.types import Sampling
-from with_vllm.real_server import ON_CPU, PYTHON, ROOT
+from with_vllm.real_server import ON_CPU, OPTIONS, PYTHON, ROOT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 512}
@@ -31,10 +31,13 @@ def served(folder: Path):
     port = free_port()
     command = [sys.executable, "-m", "upweight", "serve", str(folder), "--backend", "vllm", "--port", str(port)]
     environment = os.environ | ON_CPU | {"PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen([*command, "--python", PYTHON], env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *OPTIONS, "--python", PYTHON], env=environment, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith(f"http://127.0.0.1:{port}/v1")
+        ready = f"http://127.0.0.1:{port}/v1"  # among the lines of vLLM
+        assert any(line.startswith(ready) for line in process.stdout)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)

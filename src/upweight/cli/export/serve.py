@@ -68,7 +68,8 @@ def run_vllm(target: str, overrides: list[str], *, port: int | None, python: str
     trained = find_trained(target, overrides)
     name = name_of(trained.adapter or Path(trained.model.base_model or "model"))
     number = port if port is not None else 8000
-    command = trained_command(trained.model, trained.adapter, name, port=number, python=python or sys.executable)
+    which = (trained.model, trained.adapter, name, trained.config.vllm)
+    command = trained_command(*which, port=number, python=python or sys.executable)
     if show:
         print(shlex.join([*(f"{key}={value}" for key, value in command.env.items()), *command.argv]))
         return 0
