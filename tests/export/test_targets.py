@@ -13,6 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from made_adapters import write_run
+from made_hub import hub  # noqa: F401 - a fixture
+from made_runs import upweight
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.export.card import exported_card
@@ -165,3 +167,24 @@ def test_a_run_without_a_card_gets_one_with_its_figures(tmp_path):
     card = exported_card(tmp_path, "some/base")
     assert "| loss | 2 | 1 |\n| reward | 3 | 3 |" in card
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/base"
+
+
+@pytest.mark.slow
+def test_the_merged_model_is_uploaded_with_its_card(hub, run, tmp_path):  # noqa: F811
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_own", "HF_HUB_OFFLINE": "0"}
+    folder = shutil.copytree(run, tmp_path / "run")
+    done = upweight("export", folder, "--to", "hub", "--repository", "me/model", folder=tmp_path, **own)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("/me/model")
+    taken = hub.RequestHandlerClass
+    (files,) = taken.files.values()
+    assert {"README.md", "model.safetensors", "config.json", "tokenizer.json"} <= files.keys()
+    assert "vllm serve me/model" in files["README.md"].decode()
+    assert taken.tokens == {"Bearer hf_own"}
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_folder(trained, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"--repository me/model: not uploaded: .*hf upload me/model"):
+        run_export(trained, Export("hub", repository="me/model"))
+    assert (trained.adapter / "export" / "hub" / "model.safetensors").is_file()
