@@ -3,9 +3,8 @@
 import base64
 import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-import pytest
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -51,8 +50,9 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub():
+@contextmanager
+def opened_hub():
+    """A hub at a free port; what it was sent is in its `RequestHandlerClass`."""
     handler = type("OneHub", (Hub,), {"made": [], "files": {}, "tokens": set()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

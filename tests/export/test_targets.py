@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from made_adapters import write_run
-from made_hub import hub  # noqa: F401 - a fixture
-from made_runs import upweight
+from made_hub import opened_hub
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.export.card import exported_card
@@ -23,6 +23,7 @@ from upweight.export.llama_cpp import find_tools
 from upweight.export.targets import Export, run_export
 from upweight.models.adapters.merge import AdapterFolder
 
+SOURCE = Path(__file__).parents[2] / "src"
 CONVERTER = """
 import argparse, json
 from pathlib import Path
@@ -61,6 +62,12 @@ def tools(tmp_path, monkeypatch):
     program.write_text(QUANTISER.format(python=sys.executable))
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("LLAMA_CPP", str(place))
+
+
+@pytest.fixture
+def hub():
+    with opened_hub() as server:
+        yield server
 
 
 def test_a_folder_holds_the_merged_model_and_its_card(trained):
@@ -170,10 +177,12 @@ def test_a_run_without_a_card_gets_one_with_its_figures(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_merged_model_is_uploaded_with_its_card(hub, run, tmp_path):  # noqa: F811
+def test_the_merged_model_is_uploaded_with_its_card(hub, run, tmp_path):
     own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_own", "HF_HUB_OFFLINE": "0"}
     folder = shutil.copytree(run, tmp_path / "run")
-    done = upweight("export", folder, "--to", "hub", "--repository", "me/model", folder=tmp_path, **own)
+    environment = os.environ | own | {"PYTHONPATH": str(SOURCE), "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "upweight", "export", str(folder), "--to", "hub", "--repository", "me/model"]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith("/me/model")
     taken = hub.RequestHandlerClass
@@ -184,7 +193,7 @@ def test_the_merged_model_is_uploaded_with_its_card(hub, run, tmp_path):  # noqa
 
 
 def test_a_hub_that_cannot_be_reached_leaves_the_folder(trained, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"--repository me/model: not uploaded: .*hf upload me/model"):
         run_export(trained, Export("hub", repository="me/model"))
     assert (trained.adapter / "export" / "hub" / "model.safetensors").is_file()

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from made_hub import hub  # noqa: F401 - a fixture
+from made_hub import opened_hub
 from made_runs import upweight, write_config
 
 SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def hub():
+    with opened_hub() as server:
+        yield server
 
 
 @pytest.mark.slow
