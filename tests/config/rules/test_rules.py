@@ -122,7 +122,6 @@ BROKEN = {
     "vllm.reasoning_parser: missing": {**WHOLE, "vllm": {"enable_reasoning": True}},
     "dataset_shard_idx: must be below": {**WHOLE, "dataset_shard_num": 2, "dataset_shard_idx": 2},
     "datasets[0].shards_idx: must be": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
-    "tokenizer_use_mistral_common: messages are": {**WHOLE, "tokenizer_use_mistral_common": True},
     "tokenizer_use_mistral_common: cannot be used": {
         **WHOLE, "tokenizer_use_mistral_common": True, "chat_template": "chatml", "tokenizer_type": "LlamaTokenizer",
     },

@@ -1,6 +1,6 @@
 """The feed of a training: rows of several sources in their mixture, endless, and exact from where it stood."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, floor
@@ -54,6 +54,7 @@ class RowFeed:
     taken: int = 0
     _owed: NDArray[np.float64] = field(init=False)
     _ended: list[bool] = field(init=False)
+    _passes: list[int] = field(init=False)  # ends of each source
     _seen: list[FedRow] = field(init=False, default_factory=list)  # looked at before they were taken
 
     def __post_init__(self) -> None:
@@ -64,6 +65,19 @@ class RowFeed:
         if self.epoch_rows is None:
             raise TypeError("the length of this stream is not known")
         return self.epoch_rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the prepared rows of an epoch from the first on; afterwards the feed is where it was."""
+        state = self.state() if self.taken else None
+        self.restore(None)
+        try:
+            while True:
+                row = self.take(1)[0].row
+                if any(self._passes) if self.mix == "interleave_under" else all(self._passes):
+                    return
+                yield row
+        finally:
+            self.restore(state)
 
     @cached_property
     def epoch_rows(self) -> int | None:
@@ -124,7 +138,7 @@ class RowFeed:
 
     def _begin(self) -> None:
         self.taken, self._owed = 0, np.zeros(len(self.sources))
-        self._ended = [False] * len(self.sources)
+        self._ended, self._passes = [False] * len(self.sources), [0] * len(self.sources)
 
     def _next(self, step: int) -> FedRow:
         while True:
@@ -136,6 +150,7 @@ class RowFeed:
                     self._owed += share
                     self._owed[number] -= 1
                 return FedRow(number, row)
+            self._passes[number] += 1
             if self.mix in ENDS_IN_TURN:
                 self._ended[number], self._owed[number] = True, 0.0
                 if all(self._ended):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
@@ -82,6 +82,7 @@ def parts_for(
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
     _refuse_inputs(model, args, ref_model, peft_config, others.get("teacher_model"))
+    _require_rows(others.get("train_dataset"))
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -221,6 +222,16 @@ def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_confi
     if args.n_gpu > 1:
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
+
+
+def _require_rows(rows: Any) -> None:
+    """Raise where there is nothing to train on, or where it is a dataset's splits, of which some are for evaluation."""
+    if rows is None:
+        raise UserError("`train_dataset` is required: a Dataset, an IterableDataset, or a list of rows.")
+    if isinstance(rows, DatasetDict | IterableDatasetDict):
+        split = next(iter(rows), "train")
+        remedy = f"Pass one, as `dataset['{split}']`; a plain dict of datasets is a mixture of them."
+        raise UserError(f"train_dataset: {type(rows).__name__} holds splits. {remedy}")
 
 
 def _init_dtype(args: MethodArguments) -> torch.dtype | None:
