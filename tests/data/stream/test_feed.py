@@ -84,6 +84,11 @@ def test_rows_can_be_looked_at_without_taking_them(mix, rows):
     assert names(feed.take(9)) == names(other.take(9))
 
 
+def test_sources_without_a_share_do_not_count_for_the_rows_that_are_looked_at():
+    feed = feed_of("interleave_over", [2, 3], schedule=[(0, [1.0, 0.0]), (10, [0.0, 1.0])])
+    assert [row["row"] for row in feed] == ["a0", "a1"]
+
+
 def test_how_an_epoch_ends():
     assert len(feed_of("concatenate", [3, 5])) == 8
     assert len(feed_of("interleave_once", [3, 5])) == 8

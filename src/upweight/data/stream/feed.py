@@ -73,7 +73,7 @@ class RowFeed:
         try:
             while True:
                 row = self.take(1)[0].row
-                if any(self._passes) if self.mix == "interleave_under" else all(self._passes):
+                if self._has_ended():
                     return
                 yield row
         finally:
@@ -161,6 +161,12 @@ class RowFeed:
         if self.mix == "concatenate":
             return self._ended.index(False)
         return int(np.argmax(np.where(share > 0, self._owed + share, -np.inf)))
+
+    def _has_ended(self) -> bool:
+        """Return whether the last row began another epoch, of the sources that have a share at first."""
+        shares = zip(self._passes, self._shares(0), strict=True)
+        passes = [passes for passes, share in shares if share or self.mix == "concatenate"]
+        return any(passes) if self.mix == "interleave_under" else all(passes)
 
     def _shares(self, step: int) -> NDArray[np.float64]:
         """Return the share of each source at a step; sources that have ended have none."""
