@@ -122,8 +122,9 @@ class MessageReader:
         role, content = value.get("role"), value.get("content")
         if len(value) != 2 or self.names or self.entry.split_thinking or not isinstance(content, str):
             return None
-        known = self.roles.get(role) if isinstance(role, str) else None
-        return known and {"role": known, "content": checked_text(content, f"{key}.content", empty=True)}
+        if not isinstance(role, str) or role not in self.roles:
+            return None
+        return {"role": self.roles[role], "content": checked_text(content, f"{key}.content", empty=True)}
 
     def _name_in_row(self, value: Mapping[str, Any], name: str) -> str:
         if name in self.names:
