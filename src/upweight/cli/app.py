@@ -35,7 +35,7 @@ def validate(
     from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
 
-    loaded = load_with_notices(config, overrides, fragment=fragment)
+    loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
     if not fragment:
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)

@@ -14,7 +14,6 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.runs.checkpoints import refuse_damaged
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -28,9 +27,12 @@ class TrainedModel:
     config: Config  # of the run that trained it if known, else the keys of the command line
 
 
-def load_with_notices(path: Path, overrides: list[str] | None, *, fragment: bool = False) -> Config:
+def load_with_notices(
+    path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True
+) -> Config:
     """Load a config and show its notices as warnings."""
-    config = read_config(path, overrides or [], fragment=fragment)
+    read = read_config if asks_hub else load_config
+    config = read(path, overrides or [], fragment=fragment)
     for notice in config.notices:
         warn_once(notice)
     return config
@@ -84,6 +86,8 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         return TrainedModel(config.model, None, config)
     if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
         raise UserError(f"{target}: there is neither a config nor a folder of that name")
+    from upweight.runs.checkpoints import refuse_damaged
+
     refuse_damaged(path)
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:

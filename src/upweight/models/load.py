@@ -21,6 +21,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.patches import keep_soft_cap
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
@@ -42,6 +43,9 @@ def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "ba
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
         raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). Correct the path")
+    # Elsewhere than for the model itself, a GGUF file cannot be named.
+    if is_offline() and key == "base_model" and gguf_file is None and (copy := local_copy(base_model)) is not None:
+        return str(copy.parent), copy.name
     return base_model, gguf_file
 
 
@@ -68,6 +72,9 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
+        elif is_offline():
+            here = "; ".join(models_here()) or "none"
+            remedy = f"it is not on this machine, and the hub is not asked. Name one of those here with {key}: {here}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "

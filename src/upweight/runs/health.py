@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from upweight.files import packaged_yaml
 
 START_ROWS, START_STEPS = 5, 20  # logs of the first steps that define the start values
 MIN_ROWS = 3  # logs that a verdict needs, however many steps each covers
@@ -59,7 +59,7 @@ class Rule:
         return [Sign(metric, WORDS[relation], float(threshold)) for metric, relation, threshold in parts]
 
 
-_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("health_rules.yaml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Any] = packaged_yaml(Path(__file__).with_name("health_rules.yaml"))
 RULES: tuple[Rule, ...] = tuple(Rule(**entry) for entry in _TABLES["rules"])
 EXPLAINED: dict[str, str] = _TABLES["explained"]  # what looks wrong and is not
 
