@@ -13,7 +13,7 @@ from made_runs import write_model
 from tiny_models import tiny
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.model import ModelSection
-from upweight.data.sources.open import open_sources
+from upweight.data.sources.open import open_entry
 from upweight.errors import UserError
 from upweight.models import hub
 from upweight.models.load import load_model_config, resolve_source
@@ -46,7 +46,7 @@ def unreachable(monkeypatch, tmp_path):
 def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, caplog):
     start = time.monotonic()
     for _ in range(2):
-        with pytest.raises(UserError, match="not on this machine, and the hub is not asked.*: none") as raised:
+        with pytest.raises(UserError, match=r"not on this machine, and the hub is not asked.*: none") as raised:
             load_tokenizer(ModelSection(base_model=NAME))
         assert "\n" not in str(raised.value)
     assert len(unreachable) == 1
@@ -55,9 +55,9 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, capl
     assert time.monotonic() - start < 60
 
 
-def test_datasets_are_not_asked_for_again(unreachable):
+def test_datasets_are_not_asked_for_again(unreachable, tmp_path):
     with pytest.raises(UserError, match="cannot be loaded from the hub"):
-        open_sources(DatasetSpec(path="someone/rows"), "datasets[0]", None)
+        open_entry(DatasetSpec(path="someone/rows"), "datasets[0]", tmp_path)
     assert len(unreachable) == 1
 
 

@@ -10,7 +10,7 @@ from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, read_json, this_machine
-from upweight.runs.health import verdicts
+from upweight.runs.health import too_early, verdicts
 from upweight.runs.report.run import folders_of, run_status
 
 MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
@@ -76,7 +76,12 @@ def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         evidence = {key: value for key, value in asdict(verdict).items() if key not in ("name", "level", "remedy")}
         says = f"{verdict.seen()}, at step {verdict.step}"
         yield Finding("alarm" if verdict.level == "alarm" else "warning", verdict.name, says, verdict.remedy, evidence)
-    if not warnings:
+    waiting = too_early(rows)
+    if waiting:
+        rules = ", ".join(f"{name} (step {step})" for name, step in sorted(waiting.items(), key=lambda item: item[1]))
+        steps = f"{max(row['step'] for row in rows)} steps are too few for {len(waiting)} rules"
+        yield Finding("note", "too early", f"{steps}, which judge from the step named on: {rules}", evidence=waiting)
+    elif not warnings:
         yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
 
 

@@ -106,12 +106,9 @@ class Health:
         if not evaluation and "loss" not in row:
             return []
         self._remember_row(row, evaluation)
-        # The metrics that a run logs say which kinds of rules apply.
-        first = self.start[0] if self.start else {}
-        kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
-        kinds = ("online",) if "frac_reward_zero_std" in first else kinds
-        rules = [rule for rule in RULES if rule.kind in kinds]
-        holding = [(rule, verdict) for rule in rules for verdict in self._verdicts(rule, row, self.rows[evaluation])]
+        holding = [
+            (rule, verdict) for rule in self._rules() for verdict in self._verdicts(rule, row, self.rows[evaluation])
+        ]
         names = {rule.name for rule, _ in holding}
         new_verdicts = []
         for rule, verdict in holding:
@@ -122,6 +119,28 @@ class Health:
             if known is None or verdict.step - known >= REPEAT_AFTER:
                 new_verdicts.append(verdict)
         return new_verdicts
+
+    def too_early(self) -> dict[str, int]:
+        """Return the names of rules that have not had enough steps, each with the first step at which it judges."""
+        last = self.rows[False][-1] if self.rows[False] else {}
+        judged: set[str] = set()
+        waiting: dict[str, int] = {}
+        for rule in self._rules():
+            if rule.signs[0].metric.startswith("eval_") or not _matching_metrics(rule.signs[0].metric, last):
+                continue  # evaluations come when they come
+            needed = rule.after + rule.steps
+            if last["step"] >= needed and len(self.rows[False]) >= min(MIN_ROWS, rule.steps):
+                judged.add(rule.name)
+            else:
+                waiting[rule.name] = min(needed, waiting.get(rule.name, needed))
+        return {name: step for name, step in waiting.items() if name not in judged}
+
+    def _rules(self) -> list[Rule]:
+        """Return the rules for this kind of run; the metrics that a run logs say which it is."""
+        first = self.start[0] if self.start else {}
+        kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
+        kinds = ("online",) if "frac_reward_zero_std" in first else kinds
+        return [rule for rule in RULES if rule.kind in kinds]
 
     def _remember_row(self, row: MetricsRow, evaluation: bool) -> None:
         rows = self.rows[evaluation]
@@ -193,6 +212,15 @@ def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
     """Return every verdict on a run, from the rows of its metrics.jsonl."""
     health = Health()
     return [verdict for row in rows for verdict in health.take(row)]
+
+
+def too_early(rows: Iterable[MetricsRow]) -> dict[str, int]:
+    """Return the rules that the rows of a metrics.jsonl are too few for, with the step at which each judges."""
+    health = Health()
+    for row in rows:
+        if "loss" in row:  # a row of training
+            health._remember_row(row, evaluation=False)
+    return health.too_early()
 
 
 def _matching_metrics(pattern: str, row: MetricsRow) -> list[str]:

@@ -37,6 +37,7 @@ from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
 from upweight.train.recording.metrics import MetricsFile
 from upweight.train.recording.samples import samples_of_step
+from upweight.train.recording.start_summary import StartSummary
 from upweight.user_modules import CODE
 
 SHOWN_METRICS = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
@@ -293,7 +294,7 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, MetricsFile(folder)]
-    callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
+    callbacks += [] if objects.from_script else [StartSummary(config, trainer), Progress(bar=shows_status())]
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
     callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(partial(samples_of_step, trainer))]
