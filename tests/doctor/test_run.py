@@ -58,7 +58,7 @@ def test_a_young_run_is_not_called_well(tmp_path):
     *_, finding = check_run(recorded(tmp_path, rows, state="done", max_steps=8))
     assert (finding.level, finding.what) == ("note", "too early")
     assert "8 steps are too few" in finding.says
-    assert "no signal (step 20)" in finding.says
+    assert "no signal (from step 20)" in finding.says
     recorded(tmp_path, run_of({**HEALTHY, "reward": learning}))
     assert [one.what for one in check_run(tmp_path) if one.level == "ok"][-1] == "health"
 

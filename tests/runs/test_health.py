@@ -39,11 +39,11 @@ def test_every_rule_has_a_sick_run():
 
 def test_rules_without_enough_steps_are_too_early_and_not_silent():
     rows = run_of({**HEALTHY, "reward": 0.0, "frac_reward_zero_std": 1.0}, steps=12)
-    waiting = too_early(rows)
-    assert waiting["no signal"] == 20
+    waiting = {one.name: (one.level, one.step) for one in too_early(rows)}
+    assert waiting["no signal"] == ("alarm", 20)
     assert "solved" not in waiting  # which judges from step 10 on
-    assert too_early(run_of(HEALTHY, steps=300)) == {}
-    assert too_early([]) == {}
+    assert too_early(run_of(HEALTHY, steps=300)) == []
+    assert too_early([]) == []
 
 
 def test_healthy_runs_are_left_alone():

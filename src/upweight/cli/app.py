@@ -90,6 +90,7 @@ def train(
     overrides: Overrides = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in output_dir.")] = False,
     allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
     launcher: Annotated[
@@ -110,15 +111,21 @@ def train(
     extra = tuple(launcher_arguments or ())
     start = Start(num_processes, launcher, nodes, node_rank, master_address, master_port, extra)
     overrides = [*(overrides or []), *(["allow_changed_data=true"] if allow_changed_data else [])]
-    run_train(config, overrides, resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
+    shown = {"quiet": quiet, "as_json": as_json}
+    run_train(config, overrides, resume=resume, overwrite=overwrite, start=start, stage=stage, **shown)
 
 
 @app.command(**TAKES_OVERRIDES)
-def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Processes = None) -> None:
-    """Print the metrics of a config's model on its evaluation data as one JSON object."""
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="Run folder, or a config, untrained.")],
+    overrides: Overrides = None,
+    checkpoint: Annotated[int | None, typer.Option(min=0, help="Step of a checkpoint of the run.")] = None,
+    num_processes: Processes = None,
+) -> None:
+    """Print metrics on held-out data: of what a run trained, or of a config's model as it is."""
     from upweight.cli.train import Start, run_evaluate
 
-    run_evaluate(config, overrides or [], start=Start(num_processes))
+    run_evaluate(target, overrides or [], checkpoint=checkpoint, start=Start(num_processes))
 
 
 @app.command(**TAKES_OVERRIDES)

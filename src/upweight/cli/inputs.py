@@ -86,9 +86,11 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         return TrainedModel(config.model, None, config)
     if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
         raise UserError(f"{target}: there is neither a config nor a folder of that name")
-    from upweight.runs.checkpoints import refuse_damaged
+    from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
 
     refuse_damaged(path)
+    if merge_is_stale(path):
+        warn_once(f"{path} was merged from an earlier adapter: make it anew with `upweight merge-lora`")
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
         return _of_run(path, read_config(run, overrides))

@@ -23,7 +23,8 @@ from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
-from upweight.runs.files import METRICS, unwritable_reason
+from upweight.runs.files import unwritable_reason
+from upweight.runs.record import earlier_run
 from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
 
@@ -187,8 +188,8 @@ def _output_dir(state: CheckState) -> Iterator[Finding]:
     if needed > free:
         remedy = "lower save_total_limit, set save_only_model, or set another output_dir"
         yield Finding("warning", "output_dir", says, remedy)
-    elif (folder / METRICS).is_file():
-        says += "; it holds an earlier run; a new run replaces its metrics"
-        yield Finding("note", "output_dir", says, "resume it with --resume, or set another output_dir")
+    elif earlier_run(folder) is not None:
+        remedy = "train with --resume to continue it, with --overwrite to replace it, or set another output_dir"
+        yield Finding("note", "output_dir", f"{says}; it holds {earlier_run(folder)}", remedy)
     else:
         yield Finding("ok", "output_dir", says)

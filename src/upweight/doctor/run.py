@@ -77,12 +77,14 @@ def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         says = f"{verdict.seen()}, at step {verdict.step}"
         yield Finding("alarm" if verdict.level == "alarm" else "warning", verdict.name, says, verdict.remedy, evidence)
     waiting = too_early(rows)
-    if waiting:
-        rules = ", ".join(f"{name} (step {step})" for name, step in sorted(waiting.items(), key=lambda item: item[1]))
+    rules = ", ".join(f"{one.name} (from step {one.step})" for one in waiting)
+    if any(one.level == "alarm" for one in waiting):
         steps = f"{max(row['step'] for row in rows)} steps are too few for {len(waiting)} rules"
-        yield Finding("note", "too early", f"{steps}, which judge from the step named on: {rules}", evidence=waiting)
+        evidence = {"waiting": [one._asdict() for one in waiting]}
+        yield Finding("note", "too early", f"{steps}: {rules}", evidence=evidence)
     elif not warnings:
-        yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
+        says = f"no health rule reports a problem in {len(rows)} logged rows"
+        yield Finding("ok", "health", says + (f"; too early for {rules}" if rules else ""))
 
 
 def _resume_advice(whole: int | None) -> str:

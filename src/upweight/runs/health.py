@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from upweight.files import packaged_yaml
 
@@ -89,6 +89,14 @@ class Verdict:
         return f"{self.meaning} ({self.metric} {self.value:.4g}, {limit}, for {self.steps} steps)"
 
 
+class Waiting(NamedTuple):
+    """A rule that has not had enough steps."""
+
+    name: str
+    level: str
+    step: int  # at which it judges for the first time
+
+
 class Health:
     """Takes the rows of a run in order and returns the new verdicts of each."""
 
@@ -106,9 +114,8 @@ class Health:
         if not evaluation and "loss" not in row:
             return []
         self._remember_row(row, evaluation)
-        holding = [
-            (rule, verdict) for rule in self._rules() for verdict in self._verdicts(rule, row, self.rows[evaluation])
-        ]
+        rules, rows = self._rules(), self.rows[evaluation]
+        holding = [(rule, verdict) for rule in rules for verdict in self._verdicts(rule, row, rows)]
         names = {rule.name for rule, _ in holding}
         new_verdicts = []
         for rule, verdict in holding:
@@ -120,20 +127,20 @@ class Health:
                 new_verdicts.append(verdict)
         return new_verdicts
 
-    def too_early(self) -> dict[str, int]:
-        """Return the names of rules that have not had enough steps, each with the first step at which it judges."""
+    def too_early(self) -> list[Waiting]:
+        """Return the rules that have not had enough steps, those that judge first before the others."""
         last = self.rows[False][-1] if self.rows[False] else {}
         judged: set[str] = set()
-        waiting: dict[str, int] = {}
+        waiting: dict[str, Waiting] = {}
         for rule in self._rules():
-            if rule.signs[0].metric.startswith("eval_") or not _matching_metrics(rule.signs[0].metric, last):
-                continue  # evaluations come when they come
+            if not all(_matching_metrics(sign.metric, last) for sign in rule.signs):
+                continue  # not measured here, or only by evaluations, which come when they come
             needed = rule.after + rule.steps
             if last["step"] >= needed and len(self.rows[False]) >= min(MIN_ROWS, rule.steps):
                 judged.add(rule.name)
             else:
-                waiting[rule.name] = min(needed, waiting.get(rule.name, needed))
-        return {name: step for name, step in waiting.items() if name not in judged}
+                waiting.setdefault(rule.name, Waiting(rule.name, rule.level, needed))
+        return sorted((one for one in waiting.values() if one.name not in judged), key=lambda one: one.step)
 
     def _rules(self) -> list[Rule]:
         """Return the rules for this kind of run; the metrics that a run logs say which it is."""
@@ -214,8 +221,8 @@ def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
     return [verdict for row in rows for verdict in health.take(row)]
 
 
-def too_early(rows: Iterable[MetricsRow]) -> dict[str, int]:
-    """Return the rules that the rows of a metrics.jsonl are too few for, with the step at which each judges."""
+def too_early(rows: Iterable[MetricsRow]) -> list[Waiting]:
+    """Return the rules that the rows of a metrics.jsonl are too few for."""
     health = Health()
     for row in rows:
         if "loss" in row:  # a row of training

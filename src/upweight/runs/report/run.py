@@ -58,7 +58,7 @@ class RunReader:
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
             "settings": _flat_keys(config),
             "health": plain(self.health.read(), LONGEST_VERDICT),
-            "too_early": too_early(row for row in rows if isinstance(row.get("step"), int)),
+            "too_early": [one._asdict() for one in too_early(row for row in rows if isinstance(row.get("step"), int))],
             "steps": steps,
             "metrics": values,
             "eval_steps": eval_steps,

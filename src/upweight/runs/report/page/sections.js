@@ -163,20 +163,21 @@ function renderHealth(data, runs) {
   if (section.hidden) { fill(section); return; }
   const alarms = (verdict) => (verdict.level === "alarm" ? 0 : 1);
   all.sort(([one], [other]) => alarms(one) - alarms(other) || other.step - one.step);
+  const alarmsWait = runs.some((run) => run.too_early.some((rule) => rule.level === "alarm"));
   const early = runs.map((run) => earlyNote(run, runs.length > 1)).filter(Boolean);
   fill(section, el("h2", { id: "health-title" }, "Health"),
     all.length ? el("ul", { class: "verdicts" }, all.map(([verdict, run]) => verdictCard(verdict, run, runs.length > 1)))
       : ended ? el("p", { class: "well" }, "No rule had spoken before the run broke off.")
-        : !early.length && el("p", { class: "well good" }, `No verdicts. What was logged has been held against ${data.rules} rules for runs that go wrong, and none applies.`),
+        : !alarmsWait && el("p", { class: "well good" }, `No verdicts. What was logged has been held against ${data.rules} rules for runs that go wrong, and none applies.`),
     early);
 }
 
 function earlyNote(run, several) {
-  const waiting = Object.entries(run.too_early || {}).sort((one, other) => one[1] - other[1]);
+  const waiting = run.too_early;
   if (!waiting.length) return null;
   return el("p", { class: "well" }, el("strong", {}, "Too early: "), several && `${run.name}: `,
     `${plural(run.step, "step")} ${run.step === 1 ? "is" : "are"} too few for ${plural(waiting.length, "rule")}. They judge from the step named on: `,
-    `${waiting.map(([name, step]) => `${name} (${step})`).join(", ")}.`);
+    `${waiting.map((rule) => `${rule.name} (${rule.step})`).join(", ")}.`);
 }
 
 function renderHeldOut(runs) {
