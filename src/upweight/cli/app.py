@@ -31,12 +31,14 @@ def validate(
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
     """Check a config without touching anything else."""
-    from upweight.cli.inputs import load_with_notices
+    from upweight.cli.inputs import load_with_notices, unread_columns
     from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
 
     loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
+    for problem in unread_columns(loaded):
+        warn_once(problem)
     if not fragment:
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
