@@ -10,6 +10,7 @@ import typer
 
 from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
 from upweight.cli.distill import distill_log
+from upweight.cli.docs import docs
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -69,6 +70,7 @@ def preprocess(
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
+app.command()(docs)
 
 
 @app.command(**TAKES_OVERRIDES)

@@ -82,7 +82,9 @@ def unread_columns(config: Config) -> Iterator[str]:
             row = next((first_row(file) for file in files if file.is_file()), None)
             if row is not None and misses_columns(kind, row):
                 found = mapping(kind, row)
-                remedy = f"Add to it: `{found}`" if found else "`type` maps columns of other names (docs/formats.md)"
+                remedy = (
+                    f"Add to it: `{found}`" if found else "`type` maps columns of other names (upweight docs formats)"
+                )
                 problem = f"{entry.path} has {', '.join(row)}, which '{stage.method.name}' does not read"
                 yield f"datasets[{number}]: {problem}. {remedy}"
 
