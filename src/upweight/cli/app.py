@@ -11,6 +11,7 @@ import typer
 from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
 from upweight.cli.distill import distill_log
 from upweight.cli.docs import docs
+from upweight.cli.starter.new import new
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -71,6 +72,7 @@ def preprocess(
 
 app.command(**TAKES_OVERRIDES)(distill_log)
 app.command()(docs)
+app.command()(new)
 
 
 @app.command(**TAKES_OVERRIDES)

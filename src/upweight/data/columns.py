@@ -61,7 +61,12 @@ def mapping(kind: str, columns: Iterable[str]) -> str | None:
     found = guess_columns(kind, columns)
     if not found or len(found) < len(ROLES[kind]):
         return None
-    return f"type: {{{', '.join(f'field_{role}: {json.dumps(found[role])}' for role in found)}}}".replace('"', "")
+    return f"type: {{{', '.join(f'field_{role}: {_quoted(name)}' for role, name in found.items())}}}"
+
+
+def _quoted(name: str) -> str:
+    """Return a name as YAML takes it inside braces."""
+    return name if re.fullmatch(r"[A-Za-z_][\w .-]*", name) else json.dumps(name, ensure_ascii=False)
 
 
 def misses_columns(kind: str, columns: Iterable[str]) -> bool:

@@ -1,10 +1,12 @@
 """Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
+import copy
 import importlib.util
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -167,9 +169,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
         source, gguf_file = resolve_source(section.config_source, None, "base_model_config")
-    options = _hub_options(section) if gguf_file is None else {**_hub_options(section), "gguf_file": gguf_file}
     with load_failures("base_model_config" if section.config_source else "base_model", source, "config"):
-        config = AutoConfig.from_pretrained(source, **options)
+        if gguf_file is None:
+            config = AutoConfig.from_pretrained(source, **_hub_options(section))
+        else:
+            written = (Path(source) / gguf_file).stat().st_mtime_ns if Path(source).is_dir() else 0
+            config = copy.deepcopy(_gguf_config(source, gguf_file, section.trust_remote_code, written))
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
     if modalities:
         raise UserError(
@@ -187,6 +192,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config.{meant}")
         setattr(config, name, value)
     return config
+
+
+@cache
+def _gguf_config(source: str, gguf_file: str, trust_remote_code: bool, written: int) -> PreTrainedConfig:
+    """Read the config in a GGUF file, once: transformers reads its whole vocabulary for it, which takes seconds."""
+    return AutoConfig.from_pretrained(source, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
 
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
