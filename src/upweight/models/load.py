@@ -174,7 +174,7 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(source, **_hub_options(section))
         else:
             written = (Path(source) / gguf_file).stat().st_mtime_ns if Path(source).is_dir() else 0
-            config = copy.deepcopy(_gguf_config(source, gguf_file, section.trust_remote_code, written))
+            config = copy.deepcopy(_gguf_config(source, gguf_file, tuple(_hub_options(section).items()), written))
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
     if modalities:
         raise UserError(
@@ -195,9 +195,9 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
 
 
 @cache
-def _gguf_config(source: str, gguf_file: str, trust_remote_code: bool, written: int) -> PreTrainedConfig:
+def _gguf_config(source: str, gguf_file: str, options: tuple[tuple[str, Any], ...], written: int) -> PreTrainedConfig:
     """Read the config in a GGUF file, once: transformers reads its whole vocabulary for it, which takes seconds."""
-    return AutoConfig.from_pretrained(source, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(source, gguf_file=gguf_file, **dict(options))
 
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
