@@ -51,7 +51,8 @@ def test_a_typo_in_the_columns_is_named_with_its_place(model_folder, tmp_path):
     assert checked.level == "alarm"
     assert "prompts.jsonl" in checked.says
     assert "'prompt'" in checked.says
-    assert "Did you mean 'promt'? The row has promt. Add to datasets[0]: `type: {field_prompt: promt}`" in checked.says
+    assert "Did you mean 'promt'? The row has promt. Add to datasets[0]" in checked.says
+    assert "`type: {field_prompt: promt}`" in checked.says
 
 
 def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_folder, tmp_path):

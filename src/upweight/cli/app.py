@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
+from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, TrainedTarget
 from upweight.cli.distill import distill_log
 from upweight.cli.docs import docs
+from upweight.cli.report import report, watch
 from upweight.cli.starter.new import new
 from upweight.errors import UserError
 from upweight.files import storage_error
@@ -71,8 +72,8 @@ def preprocess(
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
-app.command()(docs)
-app.command()(new)
+for command in (docs, new, report, watch):
+    app.command()(command)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -290,34 +291,6 @@ def doctor(
     from upweight.cli.doctor import run
 
     raise typer.Exit(run(target, overrides or [], as_json=as_json))
-
-
-@app.command()
-def report(
-    runs: Runs,
-    output: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder otherwise.")] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
-) -> None:
-    """Write a run's page: curves, completions, verdicts; or compare runs."""
-    from upweight.cli.report import open_page, run_folder
-    from upweight.runs.report.page import write_report
-
-    path = write_report([run_folder(run) for run in runs], output)
-    print(path)
-    if open_it:
-        open_page(path.resolve().as_uri())
-
-
-@app.command()
-def watch(
-    runs: Runs,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; a free one otherwise.")] = None,
-    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
-) -> None:
-    """Serve a run's page while it trains, on this machine only."""
-    from upweight.cli.report import run_watch
-
-    run_watch(runs, port=port, open_it=open_it)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """`upweight docs`: the documentation in the terminal, which a wheel holds too."""
 
+import pydoc
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +28,7 @@ def docs(
     else:
         text = _page(page, pages).read_text(encoding="utf-8")
         if sys.stdout.isatty():
-            typer.echo_via_pager(text)
+            pydoc.pager(text)
         else:
             print(text, end="")
 

@@ -41,7 +41,7 @@ def _answers() -> bool:
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
     if (config := sys.modules.get("datasets.config")) is not None:  # it read the variable when it was imported
-        config.HF_HUB_OFFLINE = True
+        vars(config)["HF_HUB_OFFLINE"] = True
     return False
 
 

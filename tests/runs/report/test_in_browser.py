@@ -50,3 +50,42 @@ def test_an_empty_folder_says_so(tmp_path):
     shown = seen(write_report([tmp_path / "run"]), tmp_path)
     assert "This folder holds no run." in shown
     assert "<canvas" not in shown
+
+
+def test_identical_completions_are_folded_with_their_number(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = [completion(10, 0, completion="the same") for _ in range(5)]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines([*rows, completion(10, 1)]))
+    shown = seen(write_report([run]), tmp_path)
+    assert shown.count("the same") == 1
+    assert "× 5" in shown
+    assert "answer 1" in shown
+
+
+def test_rewards_and_lengths_are_drawn_over_steps(tmp_path):
+    shown = seen(write_report([write_run(tmp_path / "run")]), tmp_path)
+    assert "Rewards of completions" in shown
+    assert "Lengths of completions" in shown
+    assert shown.count("<rect") >= 4
+
+
+def test_a_young_run_is_not_green(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "reward": 0.0, "frac_reward_zero_std": 1.0} for step in range(1, 6)]
+    run = write_run(tmp_path / "run", rows=rows)
+    (run / "health.jsonl").write_text("")
+    shown = seen(write_report([run]), tmp_path)
+    assert "Too early: " in shown
+    assert "no signal (20)" in shown
+    assert "well good" not in shown
+
+
+def test_a_metric_of_ones_own_has_words(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "my_own/metric": step} for step in range(1, 6)]
+    shown = seen(write_report([write_run(tmp_path / "run", rows=rows)]), tmp_path)
+    assert "my own, metric" in shown
+
+
+def test_the_model_before_training_is_asked_for(tmp_path):
+    rows = [{"step": 1, "loss": 0.1}, {"step": 2, "eval_loss": 0.5}, {"step": 4, "eval_loss": 0.4}]
+    shown = seen(write_report([write_run(tmp_path / "run", rows=rows)]), tmp_path)
+    assert "eval_on_start: true does that" in shown

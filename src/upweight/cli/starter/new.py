@@ -41,7 +41,7 @@ class Plan:
     """What is known of the config to write."""
 
     file: Path
-    rows: list[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]
     method: str
     model: str
     entry: dict[str, Any] = field(default_factory=dict)  # of `datasets`, beside the path
@@ -99,7 +99,7 @@ def _is_label(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "false", "0", "1", "0.0", "1.0")
 
 
-def _rows_of(file: Path) -> list[Mapping[str, Any]]:
+def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
     """Return the first rows of a file."""
     from upweight.config.sections.data import DatasetSpec
     from upweight.data.sources.open import open_entry
@@ -153,15 +153,17 @@ def _fit_model(plan: Plan, output: Path) -> None:
 def _choose_memory(plan: Plan, output: Path) -> None:
     """Take the first way of training whose estimate fits."""
     from upweight.config import parse_config
-    from upweight.models.memory_plan import plan_memory
+    from upweight.models.memory_plan import MemoryPlan, plan_memory
 
-    ways: list[dict[str, str]] = [{}, {"gradient_checkpointing": "true"}]
-    ways.append({"gradient_checkpointing": "true", "adapter": "qlora", "load_in_4bit": "true"})
-    for way in ways:
+    def estimated(way: dict[str, str]) -> MemoryPlan:
         plan.memory = way
-        estimate = plan_memory(parse_config(_content(plan), folder=output.resolve().parent))
-        if estimate.fits:
-            break
+        return plan_memory(parse_config(_content(plan), folder=output.resolve().parent))
+
+    recompute = {"gradient_checkpointing": "true"}
+    estimate = estimated({})
+    for way in (recompute, {**recompute, "adapter": "qlora", "load_in_4bit": "true"}):
+        if not estimate.fits:
+            estimate = estimated(way)
     plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))
 
 

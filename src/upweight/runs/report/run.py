@@ -11,7 +11,7 @@ from upweight.processes import is_alive
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
 from upweight.runs.health import too_early
 from upweight.runs.report.charts import COMPARED, split_set
-from upweight.runs.report.completions import CompletionsReader
+from upweight.runs.report.completions import CompletionsReader, reward_ranges
 from upweight.runs.report.reading import POINTS, columns, number, plain
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
@@ -65,6 +65,7 @@ class RunReader:
             "evaluated": evaluated,
             "held_out": first_and_last(eval_steps, evaluated, list(values)),
             "completions": completions,
+            "ranges": reward_ranges(completions),
             "notes": notes,
         }
 

@@ -88,7 +88,7 @@ def _tokens_of_row(trainer: Any) -> float:
 
 def _device(trainer: Any) -> str:
     device, ranks = trainer.args.device, trainer.args.world_size
-    threads = f"{torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()}, {threads}"
     return f"{ranks} x {name}" if ranks > 1 else name
 
