@@ -64,7 +64,9 @@ def test_validate_gives_the_mapping(tmp_path):
 
 def test_an_error_of_a_row_gives_the_mapping_and_the_mapping_works(run):
     rows = [{"question": f"Why {n}?", "good": "Yes.", "bad": "No."} for n in range(4)]
-    with pytest.raises(UserError, match=r"Add to datasets\[0\] \(rows.jsonl\): `type: \{field_prompt: question, field_chosen: good"):
+    with pytest.raises(
+        UserError, match=r"Add to datasets\[0\] \(rows.jsonl\): `type: \{field_prompt: question, field_chosen: good"
+    ):
         run(rows, datasets=[{"path": "rows.jsonl"}])
     fields = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad"}
     assert len(run(datasets=[{"path": "rows.jsonl", "type": fields}]).train) == 4

@@ -2,9 +2,9 @@
 
 import json
 
-from made_reports import as_lines, completion
+from made_reports import as_lines, completion, write_run
 from upweight.runs.report import completions as written
-from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, shown
+from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, reward_ranges, shown
 
 
 def test_the_reward_is_the_weighted_sum_of_what_applies():

@@ -201,6 +201,7 @@ def _text(plan: Plan, output: Path) -> str:
     memory = dict(plan.memory)
     adapter = memory.pop("adapter", "lora")
     held_out = min(32, max(len(plan.rows) // 10, 1)) if len(plan.rows) > 4 else 0
+    answers = held_out and plan.method not in ("grpo", "reward")
     head = HEADS.get(plan.method, f"rl: {plan.method}")
     parts = [
         f"# {plan.method} on {plan.file.name}, written by `upweight new`. Every key: `upweight docs config`.",
@@ -211,6 +212,7 @@ def _text(plan: Plan, output: Path) -> str:
         "datasets:",
         *(f"  {line}" for line in lines.rstrip().splitlines()),
         f"val_set_size: {held_out}   # rows held out, on which the run evaluates",
+        *([f"eval_samples: {min(held_out, 8)}   # of which so many are answered before and after"] if answers else []),
         *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
         "",
         f"adapter: {adapter}   # trains a few weights beside the model; drop these four lines to train all",
