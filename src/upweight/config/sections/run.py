@@ -31,7 +31,7 @@ class RunSection(Section):
     eval_samples: int = setting(
         "eval_samples",
         0,
-        "Held-out prompts that an offline run answers before the first and after the last step.",
+        "Held-out prompts that an offline run answers before its first and after its last step.",
         ge=0,
     )
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
