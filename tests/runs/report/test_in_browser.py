@@ -58,7 +58,7 @@ def test_identical_completions_are_folded_with_their_number(tmp_path):
     (run / "completions" / "step_00010.jsonl").write_text(as_lines([*rows, completion(10, 1)]))
     shown = seen(write_report([run]), tmp_path)
     assert shown.count("the same") == 1
-    assert "× 5" in shown
+    assert "\u00d7 5" in shown
     assert "answer 1" in shown
 
 

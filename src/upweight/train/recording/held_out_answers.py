@@ -66,7 +66,7 @@ class HeldOutAnswers(TrainerCallback):
         write_text(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def _sampled(self, prompts: list[list[int]]) -> list[tuple[list[int], bool]] | None:
-        """Return the tokens of each answer and whether it ended; what time leaves, or None where none can be sampled."""
+        """Return the tokens of each answer and whether it ended; None where the model cannot be sampled."""
         answers: list[list[int]] = [[] for _ in prompts]
         deadline = time.monotonic() + LIMIT_SECONDS
 
