@@ -8,6 +8,9 @@ from upweight.errors import UserError
 from upweight.log import _warned
 
 PROMPT = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content }}<|im_end|>
+{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
 CHAT = {"as_messages": True}
 PAIR = {"chosen": "So.", "rejected": "No."}
 SFT_FIELDS = {"field_instruction": "q", "field_output": "a"}
@@ -15,7 +18,7 @@ FIELDS = {"field_prompt": "question", "field_chosen": "good", "field_rejected": 
 
 
 def texts(entry, row, **keys):
-    return text_of(entry, row, tokenizer=byte_tokenizer("chatml"), **keys)
+    return text_of(entry, row, chat_template="chatml", **keys)
 
 
 @pytest.mark.parametrize(
@@ -58,17 +61,16 @@ def test_it_is_for_rows_without_a_type(tmp_path):
 @pytest.mark.parametrize(
     ("case", "warns"),
     [
-        (("Why?", "chatml", {}), True),
-        (("Why?", "chatml", {"as_messages": False}), False),
+        (("Why?", TEMPLATE, {}), True),
+        (("Why?", TEMPLATE, {"as_messages": False}), False),
         (("Why?", None, {}), False),
-        ((PROMPT, "chatml", {}), False),
-        (([{"role": "user", "content": "Why?"}], "chatml", {}), False),
+        ((PROMPT, TEMPLATE, {}), False),
+        (([{"role": "user", "content": "Why?"}], TEMPLATE, {}), False),
     ],
 )
 def test_who_trains_a_chat_model_on_plain_text_is_told(case, warns, run, caplog):
     prompt, template, entry = case
     _warned.clear()
     rows = [{"prompt": prompt, "chosen": f"So {n}.", "rejected": "No."} for n in range(4)]
-    tokenizer = byte_tokenizer(template) if template else byte_tokenizer()
-    run(rows, datasets=[{"path": "rows.jsonl", **entry}], tokenizer=tokenizer)
+    run(rows, datasets=[{"path": "rows.jsonl", **entry}], tokenizer=byte_tokenizer(template=template))
     assert ("the model's chat template is not applied" in caplog.text) == warns

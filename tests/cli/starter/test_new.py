@@ -10,12 +10,17 @@ from made_runs import upweight, write_model
 from upweight.cli.starter.new import new, propose
 from upweight.errors import UserError
 
+TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content }}<|im_end|>
+{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
 PAIRS = [{"question": f"What is {n}?", "good": f"It is {n}.", "bad": "No idea."} for n in range(20)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("new") / "model")
+    folder = write_model(tmp_path_factory.mktemp("new") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 def write_csv(file, rows):
