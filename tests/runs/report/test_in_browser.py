@@ -51,10 +51,10 @@ def test_an_empty_folder_says_so(tmp_path):
 
 def test_identical_completions_are_folded_with_their_number(tmp_path):
     run = write_run(tmp_path / "run")
-    rows = [completion(10, 0, completion="the same") for _ in range(5)]
+    rows = [completion(10, 0, completion="twice told") for _ in range(5)]
     (run / "completions" / "step_00010.jsonl").write_text(as_lines([*rows, completion(10, 1)]))
     shown = seen(write_report([run]), tmp_path)
-    assert shown.count("the same") == 1
+    assert shown.count("twice told") == 1
     assert "\u00d7 5" in shown
     assert "answer 1" in shown
 
