@@ -4,7 +4,7 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -96,4 +96,4 @@ def _first_object(text: str) -> dict[str, Any] | None:
         row, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, Mapping) else None
+    return row if isinstance(row, dict) else None

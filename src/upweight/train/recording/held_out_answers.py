@@ -100,6 +100,6 @@ def _prompt_and_answer(number: int, row: Mapping[str, Any]) -> tuple[int, list[i
     """Return a prepared row's number, prompt and answer; None for a text that is trained on from its beginning."""
     if "prompt_ids" in row:
         return number, list(row["prompt_ids"]), list(row.get("chosen_ids") or row.get("completion_ids") or ())
-    mask = list(row.get("loss_mask") or ())
+    mask: list[bool] = list(row.get("loss_mask") or ())
     start = mask.index(True) if True in mask else 0
     return (number, list(row["ids"][:start]), list(row["ids"][start:])) if start > 1 else None
