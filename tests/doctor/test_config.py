@@ -102,9 +102,10 @@ def test_a_folder_that_cannot_be_written_is_refused(model_folder, tmp_path):
 def test_an_earlier_run_in_the_folder_is_mentioned(model_folder, tmp_path):
     file = write_online(tmp_path, model_folder)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 3}\n')
     checked = found(file)["output_dir"]
-    assert (checked.level, "--resume" in checked.remedy) == ("note", True)
+    assert (checked.level, "--resume" in checked.remedy, "--overwrite" in checked.remedy) == ("note", True, True)
+    assert "it holds a run of 3 steps" in checked.says
 
 
 def test_every_stage_is_looked_at_with_the_first_ones_model(model_folder, tmp_path):
