@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -49,6 +50,17 @@ def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "ba
     if is_offline() and key == "base_model" and gguf_file is None and (copy := local_copy(base_model)) is not None:
         return str(copy.parent), copy.name
     return base_model, gguf_file
+
+
+def teacher_source(
+    place: str, student: ModelSection, revision: str | None, key: str = "distill.teacher"
+) -> ModelSection:
+    """Return what to load for a teacher: its folder or hub id; of an adapter's folder the base, without the adapter."""
+    source, _ = resolve_source(place, None, key)
+    file = Path(source) / "adapter_config.json"
+    if file.is_file():
+        source = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or student.base_model
+    return ModelSection(base_model=source, trust_remote_code=student.trust_remote_code, revision=revision)
 
 
 @contextmanager

@@ -7,7 +7,16 @@ import torch
 
 from upweight.config import Config
 from upweight.models.load import compute_dtype
-from upweight.models.memory import GIB, HEAD_CHUNK, USABLE_SHARE, Memory, estimate, shape_of
+from upweight.models.memory import (
+    GIB,
+    HEAD_CHUNK,
+    USABLE_SHARE,
+    Memory,
+    estimate,
+    keeps_start,
+    shape_of,
+    teacher_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,11 @@ def plan_memory(config: Config) -> MemoryPlan:
         config.adapter.kind or "all",
         config.adapter,
         optimizer=config.optim.optimizer,
-        reference=config.method.needs_reference,
+        reference=keeps_start(config),
         checkpointing=config.optim.gradient_checkpointing,
         tokens=tokens,
+        teachers=teacher_bytes(config),
+        offload=config.optim.reference_offloading,
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
