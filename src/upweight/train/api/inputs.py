@@ -74,7 +74,7 @@ def parts_for(
     for name in others:
         if name not in PASSED_OBJECTS:
             known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
-            hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
+            hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
@@ -136,7 +136,7 @@ def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfi
     if loss is None:
         raise UserError(f"compute_loss_func: {type(args).__name__} has no `loss_type` that it could take the place of.")
     if {"outputs", "labels"} & set(asked_names(function)):
-        remedy = "Ask for `logps` and `mask` instead: docs/your_own_method.md has the names."
+        remedy = "Ask for `logps` and `mask` instead: `upweight docs your_own_method` has the names."
         raise UserError(f"compute_loss_func: logits are never built whole here, so there are no outputs. {remedy}")
     args = copy.copy(args)
     setattr(args, loss, UserFunction.of(function))
