@@ -84,7 +84,9 @@ def test_a_folder_holds_the_merged_model_and_its_card(trained):
     assert yaml.safe_load(head)["tags"] == ["upweight", "dpo"]
     assert "| loss | 0.69 | 0.21 |" in text
     assert "Trained from `some/base`" in text
-    assert not [file.name for file in folder.iterdir() if file.name in ("metrics.jsonl", "config.yaml")]
+    assert not [
+        file.name for file in folder.iterdir() if file.name in ("metrics.jsonl", "config.yaml", "merged_from.json")
+    ]
 
 
 def test_a_whole_model_is_exported_without_the_rest_of_its_run(trained, tmp_path):

@@ -9,6 +9,7 @@ from upweight.errors import UserError
 from upweight.export.card import exported_card
 from upweight.files import atomic_path
 from upweight.models.adapters.merge import AdapterFolder, merge_adapter
+from upweight.runs.checkpoints import MERGE_SOURCE
 
 # The files of a model in a run folder, which also has completions, logs and checkpoints that stay where they are.
 MODEL_FILES = (
@@ -37,16 +38,17 @@ class Trained:
 
 def write_folder(trained: Trained, target: Path) -> None:
     """Write the model, an adapter merged into it, with its tokenizer and a model card to a new folder."""
+    if target.exists():
+        raise UserError(f"{target} exists already; remove it, or name another folder with --output")
     if trained.adapter is not None:
         adapted = AdapterFolder(trained.section, trained.adapter)
         merge_adapter(adapted, target)
+        (target / MERGE_SOURCE).unlink(missing_ok=True)  # names a folder of this machine
     else:
         source = trained.folder()
         files = sorted({file for pattern in MODEL_FILES for file in source.glob(pattern) if file.is_file()})
         if not any(file.name == "config.json" for file in files):
             raise UserError(f"{source}: holds no config.json; name a folder with a trained model in it")
-        if target.exists():
-            raise UserError(f"{target} exists already; remove it, or name another folder with --output")
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(target) as part:
             part.mkdir()
