@@ -6,6 +6,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY src ./src
+COPY docs ./docs
 # torch first and alone, from its CPU index: whatever else depends on it then finds it in place.
 RUN pip install --no-cache-dir -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch \
  && pip install --no-cache-dir -c constraints.txt ".[math,gguf]"

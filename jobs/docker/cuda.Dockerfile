@@ -9,6 +9,7 @@ ENV PATH=/opt/upweight/bin:$PATH
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY src ./src
+COPY docs ./docs
 RUN pip install --no-cache-dir -c constraints.txt torch \
  && pip install --no-cache-dir -c constraints.txt ".[math,gguf,quant]"
 
