@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 
-from made_runs import rows_for
+from made_runs import on_ranks, rows_for
 from tiny_models import drawn, gradients, relative_difference, sample, tiny
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.methods import GRPO, KTO, ORPO, SFT
+from upweight.train.distributed.ranks import all_gather_objects, context_parallel_group, join_ranks
 from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 from upweight.types import Unit
@@ -23,7 +25,7 @@ UNBALANCED = ("glm4_moe", "deepseek_v3", "llama4_text")
 COEFFICIENT = 0.3
 
 
-def runner_for(method, kind="qwen3_moe", *, budget=4096, coefficient=None, optim=None, **changes):
+def runner_for(method, kind="qwen3_moe", *, budget=4096, coefficient=None, optim=None, context=None, **changes):
     model = tiny(kind, num_hidden_layers=2, **{"router_aux_loss_coef": COEFFICIENT, **changes}).train()
     policy = make_policy(
         model,
@@ -33,6 +35,7 @@ def runner_for(method, kind="qwen3_moe", *, budget=4096, coefficient=None, optim
         longest=64,
         optim=OptimSection(token_budget=budget, router_aux_loss_coef=coefficient, **(optim or {})),
         section=ModelSection(),
+        context=context,
     )
     given = {"reference": policy.reference, "router_coefficient": policy.router_coefficient}
     return StepRunner(method, policy.engine, Accelerator(cpu=True), budget, **given), policy.model
@@ -184,3 +187,30 @@ def test_recomputing_activations_changes_nothing(reentrant):
     saved = step_gradients(runner, model, shared_units())
     assert saved[0] == pytest.approx(whole[0], abs=1e-5)
     assert relative_difference(saved[1], whole[1]) < 1e-4
+
+
+def gradients_on_ranks(folder, context_size):
+    """Save the step's loss and gradients, averaged over ranks as DDP does."""
+    state, _ = join_ranks(60)
+    runner, model = runner_for(SFT(), budget=20, context=context_parallel_group(context_size))
+    loss, found = step_gradients(runner, model, shared_units())
+    losses = all_gather_objects(loss)
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+        gradient.div_(state.num_processes)
+    metrics = runner.meters.drain(runner.accelerator)
+    if state.is_main_process:
+        torch.save({"loss": sum(losses) / len(losses), "gradients": found, "metrics": metrics}, f"{folder}/ranks.pt")
+
+
+@pytest.mark.parametrize("context_size", [1, 2])
+def test_ranks_share_the_loss_of_the_step(context_size, tmp_path):
+    on_ranks(gradients_on_ranks, 2, str(tmp_path), context_size)
+    shared = torch.load(tmp_path / "ranks.pt")
+    runner, model = runner_for(SFT(), budget=20)
+    loss, alone = step_gradients(runner, model, shared_units())
+    metrics = runner.meters.drain(runner.accelerator)
+    assert shared["loss"] == pytest.approx(loss, abs=1e-5)
+    assert relative_difference(shared["gradients"], alone) < 1e-5
+    for name in ("aux_loss", "router/entropy", "router/max_load", "router/unused_experts"):
+        assert shared["metrics"][name] == pytest.approx(metrics[name], abs=1e-5)
