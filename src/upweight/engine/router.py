@@ -26,7 +26,7 @@ def router_loss_of(base: PreTrainedModel) -> RouterLoss | None:
     stock = getattr(sys.modules[type(base).__module__], LOSS_FUNCTION, None)
     top_k = getattr(base, "num_experts_per_tok", None)
     returns_logits = "output_router_logits" in inspect.signature(type(base).forward).parameters
-    if stock is None or not isinstance(top_k, int) or not returns_logits:
+    if stock is None or not isinstance(top_k, int) or not getattr(base, "num_experts", 0) or not returns_logits:
         return None
     # Some files have a loss of their own under this name.
     logits_NX = torch.randn(5, 2 * top_k + 1, generator=torch.Generator().manual_seed(0))

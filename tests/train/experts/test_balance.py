@@ -89,7 +89,8 @@ def test_gradients_are_those_of_the_stock_loss_over_the_whole_batch(kind, budget
 
 @pytest.mark.parametrize("kind", UNBALANCED)
 def test_mixtures_without_the_loss_equal_a_plain_forward_and_refuse_a_coefficient(kind):
-    runner, model = runner_for(SFT(), kind, budget=20)
+    layers = {"moe_layers": [0, 1]} if kind == "llama4_text" else {}
+    runner, model = runner_for(SFT(), kind, budget=20, **layers)
     loss, found = step_gradients(runner, model, shared_units())
     plain_loss, plain = plain_gradients(model, shared_units(), 0.0)
     assert loss == pytest.approx(plain_loss, abs=1e-5)
@@ -114,16 +115,14 @@ def test_the_only_row_of_a_step_needs_no_pass_before():
 def test_a_method_that_prepares_a_step_counts_in_that_pass_and_leaves_mismatched_completions_out():
     units = units_of(rows_for(KTO(), 6), KTO())
     assert any(one.label == -1 for unit in units for one in unit.samples)
-    whole, model = runner_for(KTO())
-    cut, _ = runner_for(KTO(), budget=20)
-    results = [step_gradients(runner, model, units) for runner in (whole, cut)]
-    off = step_gradients(runner_for(KTO(), coefficient=0.0)[0], model, units)
-    assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
-    assert relative_difference(results[0][1], results[1][1]) < 1e-5
+    made = [runner_for(KTO()), runner_for(KTO(), budget=20), runner_for(KTO(), coefficient=0.0)]
+    whole, cut, off = (step_gradients(runner, model, units) for runner, model in made)
+    assert whole[0] == pytest.approx(cut[0], abs=1e-5)
+    assert relative_difference(whole[1], cut[1]) < 1e-5
     kept = [unit for unit in units if unit.samples[0].label != -1]
-    _, plain = plain_gradients(model, kept, COEFFICIENT)
-    _, without = plain_gradients(model, kept, 0.0)
-    ours = {name: results[0][1][name] - off[1][name] for name in plain}
+    _, plain = plain_gradients(made[0][1], kept, COEFFICIENT)
+    _, without = plain_gradients(made[0][1], kept, 0.0)
+    ours = {name: whole[1][name] - off[1][name] for name in plain}
     assert relative_difference(ours, {name: plain[name] - without[name] for name in plain}) < 1e-4
 
 
@@ -159,7 +158,7 @@ def test_metrics_show_how_even_the_loads_are():
     assert metrics["aux_loss"] == pytest.approx(with_loss - without, abs=1e-5)
     assert 0 < metrics["router/entropy"] < 1
     assert 1 <= metrics["router/max_load"] <= 4
-    assert metrics["router/unused_experts"] == 0
+    assert 0 <= metrics["router/unused_experts"] < 1
     load = runner.balance.take_load()
     assert [sum(layer) for layer in load] == pytest.approx([1, 1])
     assert max(load[0]) * 4 > 1

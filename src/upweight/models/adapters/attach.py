@@ -159,7 +159,7 @@ def _check_targets(names: list[str], targets: list[str], key: str, *, shown: lis
     """Raise for a target that matches none of the names, with the names of the model and the closest one."""
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in names):
-            meant = did_you_mean(target, known) or expert_hint(target, known)
+            meant = expert_hint(target, known) or did_you_mean(target, known)
             raise UserError(f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}.")
 
 
