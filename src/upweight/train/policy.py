@@ -151,7 +151,7 @@ def make_policy(
     context: ContextGroup | None = None,  # ranks that share each row
 ) -> Policy:
     """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy."""
-    coefficient = router_coefficient(unwrap_peft(model), method, optim.router_aux_loss_coef)
+    coefficient = router_coefficient(unwrap_peft(model), method, optim)
     # Quantised weights are placed as they are loaded; a model that will be sharded may not fit one device.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)

@@ -1,5 +1,6 @@
 """The load-balancing loss of a step against transformers' own over the whole batch."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
+from transformers import TrainerState
 
 from made_runs import on_ranks, rows_for
 from tiny_models import drawn, gradients, relative_difference, sample, tiny
@@ -15,7 +17,9 @@ from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.methods import GRPO, KTO, ORPO, SFT
+from upweight.runs.files import EXPERT_LOAD
 from upweight.train.distributed.ranks import all_gather_objects, context_parallel_group, join_ranks
+from upweight.train.experts.record import ExpertLoads
 from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 from upweight.types import Unit
@@ -79,7 +83,7 @@ def shared_units():
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_gradients_are_those_of_the_stock_loss_over_the_whole_batch(kind, budget):
     runner, model = runner_for(SFT(), kind, budget=budget)
-    assert len(runner.packer.rows(shared_units(), budget)) == (1 if budget > 100 else 3)
+    assert len(runner.packer.rows(shared_units(), budget)) == (1 if budget > 100 else 4)
     loss, found = step_gradients(runner, model, shared_units())
     plain_loss, plain = plain_gradients(model, shared_units(), COEFFICIENT)
     assert loss == pytest.approx(plain_loss, abs=1e-5)
@@ -109,7 +113,7 @@ def test_the_only_row_of_a_step_needs_no_pass_before():
     assert len(forwards) == 1
     runner.token_budget = 20
     runner.train(model, shared_units())
-    assert len(forwards) == 1 + 2 * 3
+    assert len(forwards) == 1 + 2 * 4
 
 
 def test_a_method_that_prepares_a_step_counts_in_that_pass_and_leaves_mismatched_completions_out():
@@ -177,15 +181,21 @@ def test_an_expert_that_is_never_chosen_is_counted():
     assert metrics["router/max_load"] == pytest.approx(2)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_activations_changes_nothing(reentrant):
+def test_recomputing_activations_changes_nothing():
     runner, model = runner_for(SFT(), budget=20)
     whole = step_gradients(runner, model, shared_units())
-    again = {"gradient_checkpointing": True, "checkpointing_args": {"use_reentrant": reentrant, "every_layer": True}}
+    again = {"gradient_checkpointing": True, "checkpointing_args": {"every_layer": True}}
     runner, model = runner_for(SFT(), budget=20, optim=again)
     saved = step_gradients(runner, model, shared_units())
     assert saved[0] == pytest.approx(whole[0], abs=1e-5)
-    assert relative_difference(saved[1], whole[1]) < 1e-4
+    assert relative_difference(saved[1], whole[1]) < 1e-5
+
+
+def test_recomputing_that_loses_the_gradient_is_refused():
+    again = {"gradient_checkpointing": True, "checkpointing_args": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="loses the gradient of the routers' load-balancing loss"):
+        runner_for(SFT(), optim=again)
+    runner_for(SFT(), optim=again, coefficient=0.0)
 
 
 def gradients_on_ranks(folder, context_size):
@@ -213,3 +223,16 @@ def test_ranks_share_the_loss_of_the_step(context_size, tmp_path):
     assert relative_difference(shared["gradients"], alone) < 1e-5
     for name in ("aux_loss", "router/entropy", "router/max_load", "router/unused_experts"):
         assert shared["metrics"][name] == pytest.approx(metrics[name], abs=1e-5)
+
+
+def test_loads_are_written_for_each_log_and_cut_for_a_resumed_run(tmp_path):
+    runner, model = runner_for(SFT())
+    written = ExpertLoads(tmp_path, runner.balance)
+    for step in (1, 2, 3):
+        runner.train(model, shared_units())
+        written.on_log(None, TrainerState(global_step=step), None, logs={"loss": 1.0})
+    written.on_train_begin(None, TrainerState(global_step=2), None)
+    rows = [json.loads(line) for line in (tmp_path / EXPERT_LOAD).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [len(layer) for layer in rows[0]["load"]] == [4, 4]
+    assert [sum(layer) for layer in rows[0]["load"]] == pytest.approx([1, 1], abs=1e-5)

@@ -8,14 +8,23 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from upweight.config.sections.training import OptimSection
 from upweight.engine.router import balance_loss, router_loss_of
 from upweight.errors import UserError
 from upweight.methods.base import Method, required
 from upweight.types import Mean, Metrics, Outputs
 
 
-def router_coefficient(base: PreTrainedModel, method: Method, asked: float | None) -> float:
+def router_coefficient(base: PreTrainedModel, method: Method, optim: OptimSection) -> float:
     """Return the coefficient of the model's load-balancing loss, 0 where it is off or where there is none."""
+    coefficient = _coefficient(base, method, optim.router_aux_loss_coef)
+    if coefficient and optim.gradient_checkpointing and optim.checkpointing_args.get("use_reentrant"):
+        problem = "'use_reentrant: true' loses the gradient of the routers' load-balancing loss"
+        raise UserError(f"gradient_checkpointing_kwargs: {problem}. Drop it, or set 'router_aux_loss_coef: 0'.")
+    return coefficient
+
+
+def _coefficient(base: PreTrainedModel, method: Method, asked: float | None) -> float:
     loss = router_loss_of(base) if method.head == "tokens" else None
     if loss is not None and asked is None:
         wanted = method.balances_routers or getattr(base.config.get_text_config(), "output_router_logits", False)
