@@ -35,14 +35,11 @@ def test_adapters_of_experts_are_trained_saved_and_resumed(tmp_path):
     keys = {**EXPERTS, "num_epochs": None, "max_steps": 4, "save_steps": 2, "val_set_size": 0}
     train(load_config(write_config(tmp_path, model, **keys)))
     whole = trained_weights(tmp_path / "out", model)
-    assert any(
-        "experts" in name and float(weight.abs().max()) > 0 for name, weight in whole.items() if "lora_B" in name
-    )
-    (tmp_path / "cut").mkdir()
-    train(load_config(write_config(tmp_path / "cut", model, **{**keys, "max_steps": 4})))
-    checkpoint = tmp_path / "cut" / "out" / "checkpoint-2"
-    train(load_config(write_config(tmp_path / "cut", model, **keys, resume_from_checkpoint=str(checkpoint))))
-    resumed = trained_weights(tmp_path / "cut" / "out", model)
+    moved = [name for name, weight in whole.items() if "lora_B" in name and float(weight.abs().max()) > 0]
+    assert any("experts" in name for name in moved)
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    train(load_config(write_config(tmp_path, model, **keys, resume_from_checkpoint=checkpoint)))
+    resumed = trained_weights(tmp_path / "out", model)
     assert all(torch.allclose(resumed[name], weight, atol=1e-6) for name, weight in whole.items())
 
 
