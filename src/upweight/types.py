@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from upweight.lazy_torch import Tensor, torch
 
 IGNORED = -100  # label of a token without a class
 
@@ -101,9 +101,9 @@ class Batch:
     # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
     weight_BN: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
@@ -142,6 +142,7 @@ class Divergence:
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     beta: float = 0.5  # the teacher's share of the mixture in jsd
     temperature: float = 1.0
+    summed: bool = False  # whether losses are a multiple of its sum over tokens: its gradient is known in the forward
 
 
 @dataclass(frozen=True, eq=False)
