@@ -80,8 +80,8 @@ def _plain_adapters(outer: ParamWrapper, hidden_ND: Tensor) -> dict[str, LowRank
         if not aligned or layer.num_experts != experts.num_experts or swapped is experts.is_transposed:
             return None
         left, right, scaling = layer.get_delta_factors(active[0])  # in the layout of the weight
-        factors = (right.transpose(-2, -1), left.transpose(-2, -1)) if swapped else (left, right)
-        adapters[name] = LowRank(*(_aligned(factor) for factor in factors), scaling)
+        down, up = (right.transpose(-2, -1), left.transpose(-2, -1)) if swapped else (left, right)
+        adapters[name] = LowRank(_aligned(down), _aligned(up), scaling)
         layer = layer.base_layer
     return adapters
 
