@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from upweight.lazy_torch import Tensor, torch
 
 IGNORED = -100  # label of a token without a class
 
@@ -98,9 +98,9 @@ class Batch:
     teacher_logps_TK: Tensor | None = None  # their log-probs; minus infinity where there are fewer
     teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 

@@ -30,7 +30,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
-from upweight.models.patches import add_adapters_in_place, rope_row_lengths
+from upweight.models.patches import add_adapters_in_place, end_shard_group, rope_row_lengths
 from upweight.types import Batch, Divergence, Outputs
 
 
@@ -178,6 +178,8 @@ def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, T
         out["features_TF"] = torch.cat([state[packed["feature_positions_T"]] for state in picked], -1)
     hidden_TD = body[0].flatten(0, 1)[packed["source_T"]]
     if not packed["head"]:
+        if head is not None:
+            end_shard_group(head, hidden_TD)
         return out or {"features_TF": hidden_TD}
     assert head is not None
     given = {"vocabulary": base.config.get_text_config().vocab_size, "teacher": packed["teacher"]}

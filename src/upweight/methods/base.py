@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
 from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample

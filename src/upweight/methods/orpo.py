@@ -2,10 +2,7 @@
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from upweight.lazy_torch import F, Tensor, torch
 from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs

@@ -24,9 +24,6 @@ def loading(config: Config) -> Iterator[str]:
     ending = ENDINGS[head]
     if model.model_class is not None and not model.model_class.endswith(ending):
         yield f"model_type: this method needs a model {ending!r}, such as AutoModel{ending}, not {model.model_class}."
-    if model.mistral_tokens and config.data.chat_template is None:
-        remedy = "Set 'chat_template: mistral_v7_tekken', or another 'mistral_*'."
-        yield f"tokenizer_use_mistral_common: messages are written by a chat template here. {remedy}"
     if model.mistral_tokens and model.tokenizer_class:
         yield "tokenizer_use_mistral_common: cannot be used with 'tokenizer_type'. Keep one."
     if model.tokenizer_class is not None and "Token" not in model.tokenizer_class:

@@ -77,7 +77,7 @@ class MethodArguments(TrainingArguments):
         known = [one.name for one in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
-                hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken."
+                hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken."
                 raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         return super().__new__(cls)
 
