@@ -27,7 +27,7 @@ from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
-from upweight.processes import keep_pages_shared
+from upweight.processes import end_with_parent, keep_pages_shared
 from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
@@ -107,7 +107,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
             yield encode_chunk(jobs, *task)
         return
     # Forked processes get the jobs without their being pickled.
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_process, (jobs,))
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), start_process, (jobs,))
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
@@ -128,18 +128,20 @@ def lost_process() -> UserError:
     return UserError(f"dataset_num_proc: {problem}. Set a lower number.")
 
 
-_jobs_of_process: list[EncodeJob] = []
+jobs_of_process: list[EncodeJob] = []
 
 
-def _start_process(jobs: Sequence[EncodeJob]) -> None:
+def start_process(jobs: Sequence[EncodeJob]) -> None:
+    """Set up a forked process that encodes rows of these jobs."""
     # The processes already keep all cores busy; threads inside them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _jobs_of_process.extend(jobs)
+    jobs_of_process.extend(jobs)
     keep_pages_shared()
+    end_with_parent()
 
 
 def _encode_in_process(number: int, start: int) -> Chunk:
-    return encode_chunk(_jobs_of_process, number, start)
+    return encode_chunk(jobs_of_process, number, start)
 
 
 def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
