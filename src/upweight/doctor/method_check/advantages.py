@@ -58,12 +58,12 @@ def _advantages(method: Method, order: list[tuple[int, list[int]]]) -> dict[tupl
         )
         for group, values_S in zip(groups, advantage_S.split(SIZE), strict=True):
             group.advantage_S = values_S
-    found = {}
+    advantages = {}
     for (number, members), group in zip(order, groups, strict=True):
         assert group.advantage_S is not None
         for member, one, value in zip(members, group.completions, group.advantage_S, strict=True):
-            found[number, member] = torch.tensor(one.advantages) if one.advantages else value[None].float()
-    return found
+            advantages[number, member] = torch.tensor(one.advantages) if one.advantages else value[None].float()
+    return advantages
 
 
 def _completion(group: int, member: int) -> Completion:

@@ -1,7 +1,7 @@
 """The properties that training relies on, each tried on a method; what fails is said in words."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -114,8 +114,8 @@ def gradients(method: Method) -> Iterator[str]:
         prepared, recorded = step.prepared([part]), list[Tensor]()
         with _detached(recorded, replay=False):
             total = _total(method, step, prepared)
-        found = torch.autograd.grad(total, list(step.leaves.values()), allow_unused=True)
-        for (name, leaf), gradient in zip(step.leaves.items(), found, strict=True):
+        gradients_of_leaves = torch.autograd.grad(total, list(step.leaves.values()), allow_unused=True)
+        for (name, leaf), gradient in zip(step.leaves.items(), gradients_of_leaves, strict=True):
             direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(seed), dtype=leaf.dtype)
             expected = 0.0 if gradient is None else float((gradient * direction).sum())
             ends = []
@@ -230,8 +230,3 @@ def _detached(recorded: list[Tensor], *, replay: bool) -> Iterator[None]:
 
     with patch.object(Tensor, "detach", detach):
         yield
-
-
-def names(findings: Sequence[Finding]) -> list[str]:
-    """Return the names of what failed."""
-    return [one.name for one in findings if one.problem is not None]
