@@ -240,12 +240,13 @@ def named_errors(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {describe_error(error)}") from error
 
 
-def named_method(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+def named_method(kind: type, name: str, what: str) -> Callable[..., Any]:
     """Return a method of a class with errors that say what failed and where."""
+    method = getattr(kind, name)
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        with named_errors(f"{what} failed in {method.__name__}"):
+        with named_errors(f"{what} failed in {name}"):
             return method(self, *arguments, **options)
 
     return call

@@ -30,7 +30,7 @@ def register_method(path: str, folder: Path) -> type[Method]:
     if METHODS.get(name) is not kind:
         METHODS[name], kind.name = kind, name
         for method in NAMED & vars(kind).keys():
-            named = named_method(vars(kind)[method], f"rl: '{name}'")
+            named = named_method(kind, method, f"rl: '{name}'")
             setattr(kind, method, _checked_loss(named, name) if method == "loss" else named)
         method_keys.cache_clear()
         blocks.cache_clear()

@@ -91,7 +91,7 @@ def _callback(config: Config, number: int, path: str, options: Mapping[str, Any]
 
 def _with_named_errors(kind: Any, methods: Iterable[str], what: str, *bases: type) -> Any:
     """Return a class whose methods say what failed; its name stays, by which checkpoints hold a callback's state."""
-    named = {name: named_method(getattr(kind, name), what) for name in methods}
+    named = {name: named_method(kind, name, what) for name in methods}
     return type(kind.__name__, (kind, *bases), {"__module__": kind.__module__, **named})
 
 

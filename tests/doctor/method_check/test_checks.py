@@ -60,12 +60,18 @@ def pass_at_one(rewards, groups):
     return rewards
 
 
+def in_rows(rewards, num_generations):
+    grouped = rewards.view(-1, num_generations).nan_to_num(0.0)
+    return (grouped - grouped.mean(1, keepdim=True)).view(-1)
+
+
 RIGHT = {
     "kimi": GRPO(loss_type=kimi),
     "gpg": GRPO(loss_type=gpg),
     "chi": DPO(loss_type=["sigmoid", chi]),
     "bounded": KTO(loss_type=bounded),
     "advantages": GRPO(advantage_estimator=pass_at_one),
+    "advantages in rows": GRPO(advantage_estimator=in_rows),
 }
 
 
@@ -122,13 +128,27 @@ def by_spread(rewards, groups):
     return rewards / spread / sizes
 
 
+def by_number(logps, advantages):
+    return -logps * advantages * torch.arange(len(logps), device=logps.device)[:, None]
+
+
+def noisy(logps, advantages):
+    return -logps * advantages * (1 + 0.1 * torch.rand_like(logps))
+
+
+def by_chance(rewards):
+    return rewards * torch.rand_like(rewards)
+
+
 WRONG = {
+    by_number: ("any order", "A sequence has no fixed place in a batch"),
+    noisy: ("runs", "with the same step again. Draw no random numbers"),
     by_tokens_of_the_batch: ("any cut into micro-batches", "micro-batch. Return the terms themselves"),
     by_batch_mean: ("any cut into micro-batches", "a cut into"),
     by_width: ("masks", "divide by `lengths`, not by the width"),
     difference_without_mask: ("masks", "Multiply by `mask`"),
     without_mask: ("masks", "Multiply by `mask`"),
-    reading: ("no waiting for the device", "waits for the GPU"),
+    reading: ("no waiting for the device", "float(): trl.loss_type: '"),
     hidden: ("gradients against finite differences", "no_grad"),
     indexing: ("no waiting for the device", "boolean indexing"),
     nothing: ("runs", "no gradient reaches"),
@@ -143,7 +163,10 @@ def test_wrong_losses_are_caught_in_words(loss):
     assert any(words in (one.problem or "") for one in findings if one.name == name)
 
 
-@pytest.mark.parametrize(("function", "words"), [(by_place, "another order"), (by_spread, "NaN or infinity")])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(by_place, "another order"), (by_spread, "NaN or infinity"), (by_chance, "at the second call. Draw no random")],
+)
 def test_wrong_advantages_are_caught_in_words(function, words):
     findings = check(GRPO(advantage_estimator=function))
     assert names(findings) == ["advantages"]
