@@ -91,10 +91,10 @@ def test_a_loss_whose_place_is_not_clear_is_never_left_out(folder, capsys):
 
 
 def test_settings_of_a_file_reach_the_functions_that_have_them(folder):
-    found = methods_of("checked_losses.py", {"clip": 0.5, "label_smoothing": 0.1}, None, folder)
+    found = methods_of("checked_losses.py", {"clip": 0.5, "rl_beta": 0.2}, None, folder)
     dumped = {name.rpartition(".")[2]: method.model_dump() for name, method in found.items()}
     assert dumped["loss"]["method_args"] == {"clip": 0.5}
-    assert dumped["pairs"]["label_smoothing"] == 0.1
+    assert dumped["pairs"]["beta"] == 0.2
     assert dumped["center"]["method_args"] == dumped["pairs"]["method_args"] == {}
     assert "Did you mean 'clip'" in str(
         methods_of("checked_losses.py", {"clpi": 0.5}, None, folder)["checked_losses.loss"]
