@@ -14,7 +14,7 @@ WIDTH = 116
 def run(target: str, overrides: list[str], place: str | None) -> None:
     """Print each property of each method of a config, file or path; exit with 1 if one fails or cannot be checked."""
     from upweight.doctor.method_check.checks import Finding, check
-    from upweight.doctor.method_check.targets import NAMES, methods_of
+    from upweight.doctor.method_check.targets import NAMES, Place, methods_of
 
     if place is not None and place not in NAMES:
         raise UserError(f"--as: one of {', '.join(NAMES)}, not {place}")
@@ -24,7 +24,7 @@ def run(target: str, overrides: list[str], place: str | None) -> None:
         if not equals:
             raise UserError(f"{override}: expected KEY=VALUE")
         options[key] = value if target.endswith((".yaml", ".yml")) else yaml.safe_load(value)
-    chosen = next((one for one in NAMES if one == place), None)
+    chosen: Place | None = next((one for one in NAMES if one == place), None)
     failed = 0
     for name, method in methods_of(target, options, chosen, Path.cwd()).items():
         print(name)

@@ -109,7 +109,7 @@ def _place(function: Callable[..., Any], asked: Place | None) -> Place:
 
 def _settable(one: Any, place: Place | None) -> set[str]:
     """Return the settings of a function and of the methods in which it may stand, or of a class."""
-    if inspect.isclass(one):
+    if inspect.isclass(one) and issubclass(one, Method):
         return set(_paths(one))
     places = _places(one) or ([place] if place else _possible(one))
     return {*asked_names(one), *(path for known in places for path in _paths(METHOD_OF[known]))}
