@@ -13,6 +13,7 @@ class ORPO(Method):
 
     name: ClassVar[str] = "orpo"
     data: ClassVar = "pairs"
+    balances_routers: ClassVar[bool] = False  # as in TRL's experimental trainer
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     alpha: float = setting("orpo_alpha", 0.1, "Weight of the odds-ratio term.", also=("rl_beta", "trl.beta"), ge=0)

@@ -14,6 +14,7 @@ class SimPO(Method):
 
     name: ClassVar[str] = "simpo"
     data: ClassVar = "pairs"
+    balances_routers: ClassVar[bool] = False  # as in TRL's experimental trainer
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(

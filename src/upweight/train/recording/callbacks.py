@@ -31,6 +31,7 @@ from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
+from upweight.train.experts.record import ExpertLoads
 from upweight.train.loader import SaveFeed
 from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
@@ -299,6 +300,8 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
     callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(partial(samples_of_step, trainer))]
+    if trainer.runner.balance is not None:
+        callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
     if run.eval_samples and trainer.eval_dataset is not None:
