@@ -81,8 +81,7 @@ def parts_for(
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
-    _refuse_inputs(model, args, ref_model, peft_config, others.get("teacher_model"))
-    _require_rows(others.get("train_dataset"))
+    _refuse_inputs(model, args, ref_model, peft_config, others)
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -203,9 +202,11 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
 
 
-def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, teacher: Any) -> None:
-    """Raise for models and adapters of the wrong type, or that do not fit each other."""
-    for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", teacher)):
+def _refuse_inputs(
+    model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, others: Mapping[str, Any]
+) -> None:
+    """Raise for models and adapters of the wrong type, or that do not fit each other, and for missing rows."""
+    for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", others.get("teacher_model"))):
         if not isinstance(value, str | Model) and (value is not None or name == "model"):
             kinds = "a name, a transformers model or a PeftModel"
             raise UserError(f"{name}: expected {kinds}, got {type(value).__name__}.")
@@ -222,6 +223,7 @@ def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_confi
     if args.n_gpu > 1:
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
+    _require_rows(others.get("train_dataset"))
 
 
 def _require_rows(rows: Any) -> None:
