@@ -60,7 +60,9 @@ def _projected(config: Config) -> Iterator[str]:
         yield f"optim_target_modules: {name} does not read it; use one of {', '.join(LOW_RANK)}, or drop the key."
     if name == "muon" and config.optim.optimizer_args:
         yield "optim_args: Muon has keys of its own, 'muon_momentum' and others; drop 'optim_args'."
-    muon = [key for key in config.set_keys if key.startswith("muon_")]
+    # A run's config.yaml has every key, with its default.
+    keys = [key for key in type(config.optim).model_fields if key.startswith("muon_")]
+    muon = [key for key in keys if getattr(config.optim, key) != type(config.optim).model_fields[key].default]
     if name != "muon" and muon:
         yield f"{muon[0]}: {name} does not read it; set 'optimizer: muon', or drop the key."
     if name in ("muon", *LOW_RANK) and (config.sharding.fsdp or config.sharding.deepspeed is not None):
