@@ -33,7 +33,7 @@ def validate(
     overrides: Overrides = None,
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
-    """Check a config without touching anything else."""
+    """Check a config, and the columns of local files, without loading anything."""
     from upweight.cli.inputs import load_with_notices, unread_columns
     from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
@@ -72,8 +72,6 @@ def preprocess(
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
-for command in (docs, new, report, watch):
-    app.command()(command)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -255,6 +253,9 @@ def inference(
     run_inference(trained, overrides or [], sampling=sampling, **request, **generator)
 
 
+app.command()(new)
+
+
 @app.command()
 def init(
     method: Annotated[
@@ -311,6 +312,11 @@ def check_method(
     from upweight.cli.check_method import run
 
     run(target, overrides or [], place)
+
+
+app.command()(report)
+app.command()(watch)
+app.command()(docs)
 
 
 @app.command("agent-docs")
