@@ -69,7 +69,7 @@ def read_request(body: Any, defaults: Mapping[str, Any], *, chat: bool) -> Compl
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise BadRequest("stop", "expected a text or a list of texts")
-    prompt = _messages(body.get("messages")) if chat else body.get("prompt")
+    prompt: Any = _messages(body.get("messages")) if chat else body.get("prompt")
     if not chat and not isinstance(prompt, str):
         raise BadRequest("prompt", "expected one text")
     options = body.get("stream_options") or {}
