@@ -62,10 +62,8 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     policy = make_policy(
         model, method, torch.bfloat16, torch.device("cuda"), longest=4096, optim=optim, section=ModelSection()
     )
-    coefficient = {"router_coefficient": policy.router_coefficient}
     parts = (policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
-    runner = StepRunner(method, *parts, **coefficient)
-    return model, runner, units
+    return model, StepRunner(method, *parts, router_coefficient=policy.router_coefficient), units
 
 
 def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, Callable[[], Tensor]]:
