@@ -68,11 +68,16 @@ class TextGenerator:
         """Whether prompts may have images."""
         return self._images is not None
 
-    def encode(self, row: Mapping[str, Any]) -> list[int]:
-        """Encode the `prompt` of a row, text or messages, as token ids; raise a RowError if it cannot be used."""
-        return self.encode_with_images(row)[0]
+    def encode(self, row: Mapping[str, Any], *, raw: bool = False) -> list[int]:
+        """Encode the `prompt` of a row, text or messages, as token ids; raise a RowError if it cannot be used.
 
-    def encode_with_images(self, row: Mapping[str, Any]) -> tuple[list[int], tuple[ImageRef, ...]]:
+        With `raw`, the text is continued as it is, also where the generator puts texts into the chat template.
+        """
+        return self.encode_with_images(row, raw=raw)[0]
+
+    def encode_with_images(
+        self, row: Mapping[str, Any], *, raw: bool = False
+    ) -> tuple[list[int], tuple[ImageRef, ...]]:
         """Encode the `prompt` of a row with the images of its columns and messages, if the model reads images."""
         prompt, loaded = row.get("prompt"), []
         if isinstance(prompt, str) and not prompt.strip():
@@ -83,7 +88,7 @@ class TextGenerator:
                 row = {**row, "prompt": [{"role": "user", "content": prompt}]}
             row, loaded = self._images(row)
             prompt = row.get("prompt")
-        if self.raw or (isinstance(prompt, str) and not self.templated):
+        if raw or self.raw or (isinstance(prompt, str) and not self.templated):
             text = checked_text(prompt, "prompt")
         else:
             messages = self._reader.messages(prompt, "prompt")
@@ -97,13 +102,23 @@ class TextGenerator:
         return ids, refs
 
     def __call__(
-        self, prompts: Prompts, sampling: Sampling, count: int = 1, on_text: Callable[[str], None] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        count: int = 1,
+        on_text: Callable[[str], None] | None = None,
+        *,
+        new_tokens: int | None = None,
     ) -> list[list[Completion]]:
-        """Return `count` completions of each prompt, of `new_tokens` at most; `on_text` gets the first text live."""
+        """Return `count` completions of each prompt, of `new_tokens` at most where there is room for as many.
+
+        `on_text` gets the first text live.
+        """
         completions: list[list[Completion]] = [[] for _ in prompts]
-        rooms = [self._new_tokens or min(NEW_TOKENS, (self._limit or sys.maxsize) - len(ids)) for ids in prompts]
+        most, limit = new_tokens or NEW_TOKENS, self._limit or sys.maxsize
+        rooms = [(not new_tokens and self._new_tokens) or min(most, limit - len(ids)) for ids in prompts]
         for room in dict.fromkeys(rooms):
-            numbers = [number for number, limit in enumerate(rooms) if limit == room]
+            numbers = [number for number, size in enumerate(rooms) if size == room]
             seed = None if sampling.seed is None else sampling.seed + numbers[0]
             images = tuple(sampling.images[number] for number in numbers) if sampling.images else ()
             drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed, images=images)

@@ -1,10 +1,13 @@
 """Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
+import copy
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,6 +24,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.patches import keep_soft_cap
 from upweight.models.vision import require_family, vision_family
 
@@ -43,7 +47,21 @@ def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "ba
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
         raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). Correct the path")
+    # Elsewhere than for the model itself, a GGUF file cannot be named.
+    if is_offline() and key == "base_model" and gguf_file is None and (copy := local_copy(base_model)) is not None:
+        return str(copy.parent), copy.name
     return base_model, gguf_file
+
+
+def teacher_source(
+    place: str, student: ModelSection, revision: str | None, key: str = "distill.teacher"
+) -> ModelSection:
+    """Return what to load for a teacher: its folder or hub id; of an adapter's folder the base, without the adapter."""
+    source, _ = resolve_source(place, None, key)
+    file = Path(source) / "adapter_config.json"
+    if file.is_file():
+        source = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or student.base_model
+    return ModelSection(base_model=source, trust_remote_code=student.trust_remote_code, revision=revision)
 
 
 @contextmanager
@@ -69,6 +87,9 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
+        elif is_offline():
+            here = "; ".join(models_here()) or "none"
+            remedy = f"it is not on this machine, and the hub is not asked. Name one of those here with {key}: {here}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
@@ -161,9 +182,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
         source, gguf_file = resolve_source(section.config_source, None, "base_model_config")
-    options = hub_options(section) if gguf_file is None else {**hub_options(section), "gguf_file": gguf_file}
     with load_failures("base_model_config" if section.config_source else "base_model", source, "config"):
-        config = AutoConfig.from_pretrained(source, **options)
+        if gguf_file is None:
+            config = AutoConfig.from_pretrained(source, **hub_options(section))
+        else:
+            written = (Path(source) / gguf_file).stat().st_mtime_ns if Path(source).is_dir() else 0
+            config = copy.deepcopy(_gguf_config(source, gguf_file, tuple(hub_options(section).items()), written))
     require_family(config, source)
     if section.ternary:  # the saved config has it too, so that the model loads as it was trained
         ternary = transformers.BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online").to_dict()
@@ -176,6 +200,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config.{meant}")
         setattr(config, name, value)
     return config
+
+
+@cache
+def _gguf_config(source: str, gguf_file: str, options: tuple[tuple[str, Any], ...], written: int) -> PreTrainedConfig:
+    """Read the config in a GGUF file, once: transformers reads its whole vocabulary for it, which takes seconds."""
+    return AutoConfig.from_pretrained(source, gguf_file=gguf_file, **dict(options))
 
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:

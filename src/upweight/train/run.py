@@ -4,7 +4,7 @@
 (`data/prepare.py`), rewards, policy, rollouts. The loop is transformers' Trainer, which calls `training_step` of
 `trainer.py` with the samples of one optimizer step, from `loader.py`, or for online methods from `online/feed.py`:
 rollouts of `rollout/producer.py` with rewards of `rewards/scorer.py`. `step.py` forwards them in packed rows
-(`engine/`; `engine/logits.py` has the backward of the head) and computes the loss (`methods/`) and its gradients.
+(`engine/`; `engine/head.py` has the backward of the head) and computes the loss (`methods/`) and its gradients.
 """
 
 import os
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from accelerate import PartialState
 from accelerate.utils import fsdp2_prepare_model
 from transformers import PrinterCallback, TrainerCallback
 
@@ -21,7 +20,7 @@ from upweight.errors import UserError
 from upweight.files import remove_partials
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
-from upweight.runs.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.runs.checkpoints import MERGED, last_whole_checkpoint, named_checkpoint, set_aside, step_of
 from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
@@ -45,7 +44,6 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     with heartbeat(), activity(f"training into {folder}"), lock:
         _train_into(folder, config, resume, watchers)
     logger.info("done: %s", folder)
-    PartialState().destroy_process_group()
 
 
 def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:
@@ -83,7 +81,6 @@ def evaluate(config: Config) -> dict[str, float]:
         trainer.feed.close()
     if trainer.rollouts is not None:
         trainer.rollouts.close()
-    PartialState().destroy_process_group()
     return metrics
 
 
@@ -106,6 +103,8 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)
     if changed:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
+    if (folder / MERGED).is_dir():
+        logger.warning("warning: %s is of the adapter before this run; `merge-lora` makes it anew", folder / MERGED)
     remove_partials(folder)
     write_config(config, folder)
     set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)

@@ -91,6 +91,13 @@ BROKEN = {
     "distill.self_weights: is for": distilled({"self_weights": "ema"}),
     "distill.seq_kd: only a single": distilled({"teacher": "http://there", "top_k": 4, "seq_kd": True}),
     "distill.top_k: missing": distilled({"teacher": "http://there:8000"}),
+    "eval_samples: needs something": {**WHOLE, "eval_samples": 4},
+    "eval_samples: is for offline methods": {**GRPO, "val_set_size": 2, "eval_samples": 4},
+    "eval_samples: a reward model": {**HELD, "reward_model": True, "eval_samples": 4},
+    "eval_samples: answers are not sampled": {**HELD, "fsdp": True, "eval_samples": 4},
+    "datasets[0].as_messages: is for rows": {
+        **DPO, "datasets": [{"path": "d", "type": "chatml.intel", "as_messages": True}]
+    },
     "load_best_model_at_end: needs something": {**WHOLE, "load_best_model_at_end": True},
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},
     "fp16: cannot be used with 'bf16: true'": {**WHOLE, "bf16": True, "fp16": True},
@@ -112,6 +119,10 @@ BROKEN = {
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
     "trl.reward_weights: 2 weights for 1": {**GRPO, "trl": {"reward_funcs": ["r.f"], "reward_weights": [1.0, 2.0]}},
     "num_labels: an outcome": {**WHOLE, "reward_model": True, "num_labels": 2},
+    "lora_dropout: PEFT has it": {
+        **WHOLE, **LORA, "lora_target_parameters": "experts.down_proj", "lora_dropout": 0.1,
+    },
+    "router_aux_loss_coef: reward models": {**WHOLE, "reward_model": True, "router_aux_loss_coef": 0.1},
     "num_labels: a process": {**WHOLE, "process_reward_model": True, "num_labels": 1},
     "chat_template_jinja: missing": {**WHOLE, "chat_template": "jinja"},
     "datasets[0].chat_template_jinja: missing": {**WHOLE, "datasets": [{"path": "d", "chat_template": "jinja"}]},
@@ -122,7 +133,6 @@ BROKEN = {
     "vllm.reasoning_parser: missing": {**WHOLE, "vllm": {"enable_reasoning": True}},
     "dataset_shard_idx: must be below": {**WHOLE, "dataset_shard_num": 2, "dataset_shard_idx": 2},
     "datasets[0].shards_idx: must be": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
-    "tokenizer_use_mistral_common: messages are": {**WHOLE, "tokenizer_use_mistral_common": True},
     "tokenizer_use_mistral_common: cannot be used": {
         **WHOLE, "tokenizer_use_mistral_common": True, "chat_template": "chatml", "tokenizer_type": "LlamaTokenizer",
     },
@@ -182,6 +192,14 @@ BROKEN = {
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
     "gradient_checkpointing_kwargs: only": {**WHOLE, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "optim_target_modules: galore_adamw needs": {**WHOLE, "optimizer": "galore_adamw"},
+    "optimizer: apollo_adamw projects": {
+        **WHOLE, **LORA, "optimizer": "apollo_adamw", "optim_target_modules": "all-linear",
+    },
+    "optim_target_modules: sgd does not read it": {**WHOLE, "optimizer": "sgd", "optim_target_modules": ["q_proj"]},
+    "optim_args: Muon has keys": {**WHOLE, "optimizer": "muon", "optim_args": "momentum=0.9"},
+    "muon_momentum: sgd does not read it": {**WHOLE, "optimizer": "sgd", "muon_momentum": 0.9},
+    "optimizer: muon needs whole weights": {**WHOLE, "optimizer": "muon", "fsdp": True},
     "optim_args: expected 'name=value' pairs": {**WHOLE, "optim_args": "momentum"},
     "optim_args.momentum: expected a number": {**WHOLE, "optim_args": {"momentum": [0.9]}},
     "lr_scheduler_kwargs.num_cycle: is no argument of 'cosine'. Did": scheduled("cosine", num_cycle=2),
