@@ -124,3 +124,33 @@ def _softmax_by_steps(query: Tensor, caches: Caches, bias_GMK: Tensor, params: A
     on_new = share[..., length:end].reshape(slots, key_heads, repeat, -1) @ new_value
     out = on_prompt.view(by_head).transpose(1, 2) + on_new.view(by_member)
     return out.reshape(slots, heads, 1, -1)
+
+
+def paged_attention(
+    query: Tensor, pools: tuple[Tensor, Tensor], table_BT: Tensor, length_B: Tensor, params: AttentionParams
+) -> Tensor:
+    """Attend with a query [slots, heads, 1, width] to the keys of each slot up to position `length_B`, its newest.
+
+    `pools`: keys and values [pages, key heads, tokens of a page, width]; `table_BT`: the pages of each slot, in order.
+    """
+    size = pools[0].shape[2]
+    used = int(length_B.max()) // size + 1
+    table_BT = table_BT[:, :used].long()
+    key, value = (pool[table_BT].transpose(1, 2).flatten(2, 3) for pool in pools)  # [slots, heads, K, width]
+    column_K = torch.arange(used * size, device=query.device)
+    seen_BK = column_K <= length_B[:, None]
+    if params.rule.window is not None:
+        seen_BK &= length_B[:, None] - column_K < params.rule.window
+    if params.rule.chunk is not None:
+        seen_BK &= length_B[:, None] // params.rule.chunk == column_K // params.rule.chunk
+    slots, heads, _, _ = query.shape
+    by_head = query.reshape(slots, key.shape[1], heads // key.shape[1], -1)
+    scores = (by_head @ key.transpose(-1, -2)).float().mul_(params.scaling)
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.masked_fill_(~seen_BK[:, None, None], -torch.inf)
+    if params.sinks is not None:
+        column = params.sinks.float().view(1, *by_head.shape[1:3], 1).expand(slots, -1, -1, -1)
+        scores = torch.cat([scores, column], -1)
+    share = scores.softmax(-1)[..., : len(column_K)].to(query.dtype)
+    return (share @ value).reshape(slots, heads, 1, -1)
