@@ -168,53 +168,15 @@ def _attend_keys(
 
 
 @triton.jit
-def _kernel(
-    query_at, key_at, value_at, keys, values, tables, lengths, sinks, out,
-    partials, counters, scaling, softcap, table_by_slot,
-    query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head, least,
-    REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr,
+def _finish(
+    row_max, total, acc, partials, counters, sinks, out, slot, head, part, count, PARTS: tl.constexpr,
+    REPEAT: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    key_heads = tl.num_programs(1)
-    at = tl.load(lengths + slot).to(tl.int32)
-    begin = at * 0
-    if WINDOW > 0:
-        begin = tl.maximum(at - WINDOW + 1, 0)
-    if CHUNK > 0:
-        begin = at // CHUNK * CHUNK
-    begin = begin // COLUMNS * COLUMNS
-    # Short sequences take fewer programs than there are.
-    each = tl.maximum(tl.cdiv(tl.cdiv(at - begin, PARTS), COLUMNS) * COLUMNS, least)
-    count = tl.maximum(tl.cdiv(at - begin, each), 1)
-    if part >= count:
-        return
-    row, in_width, in_value = tl.arange(0, ROWS), tl.arange(0, WIDTH_UP), tl.arange(0, VALUE_WIDTH_UP)
+    """Store the output of a slot and key head, if this is the last of its parts, which merges all of them."""
+    row, in_value = tl.arange(0, ROWS), tl.arange(0, VALUE_WIDTH_UP)
     there = row < REPEAT
-    query = tl.load(
-        query_at + slot * query_by_slot + (head * REPEAT + row)[:, None] * query_by_head + in_width[None, :],
-        mask=there[:, None] & (in_width[None, :] < WIDTH), other=0.0,
-    )  # fmt: skip
-    row_max = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
-    table = tables + slot * table_by_slot
-    if part == count - 1:
-        key_at += slot * key_by_slot + head * key_by_head
-        value_at += slot * value_by_slot + head * value_by_head
-        newest_row = (tl.load(table + at // PAGE).to(tl.int64) * key_heads + head) * PAGE + at % PAGE
-        key = _copy_row(key_at, keys + newest_row * WIDTH, WIDTH, WIDTH_UP)
-        value = _copy_row(value_at, values + newest_row * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
-        newest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
-        row_max, total, acc = _capped(newest, softcap, CAPPED), total + 1.0, acc + value.to(tl.float32)[None, :]
-    first = begin + part * each
-    row_max, total, acc = _attend_keys(
-        keys, values, table, head, key_heads, first, tl.minimum(first + each, at), at, query, row_max, total, acc,
-        scaling, softcap, COLUMNS, PAGE, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
-    )  # fmt: skip
-    index = slot * key_heads + head
+    index = slot * tl.num_programs(1) + head
     last = count <= 1
     by_part = REPEAT * (VALUE_WIDTH_UP + 2)
     ends = partials + (index * PARTS * REPEAT + row) * (VALUE_WIDTH_UP + 2)
@@ -238,3 +200,56 @@ def _kernel(
             (acc / total[:, None]).to(out.dtype.element_ty),
             mask=there[:, None] & (in_value[None, :] < VALUE_WIDTH),
         )  # fmt: skip
+
+
+@triton.jit
+def _kernel(
+    query_at, key_at, value_at, keys, values, tables, lengths, sinks, out,
+    partials, counters, scaling, softcap, table_by_slot,
+    query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head, least,
+    REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    key_heads = tl.num_programs(1)
+    at = tl.load(lengths + slot).to(tl.int32)
+    begin = at * 0
+    if WINDOW > 0:
+        begin = tl.maximum(at - WINDOW + 1, 0)
+    if CHUNK > 0:
+        begin = at // CHUNK * CHUNK
+    begin = begin // COLUMNS * COLUMNS
+    # Short sequences take fewer programs than there are.
+    each = tl.maximum(tl.cdiv(tl.cdiv(at - begin, PARTS), COLUMNS) * COLUMNS, least)
+    count = tl.maximum(tl.cdiv(at - begin, each), 1)
+    if part >= count:
+        return
+    row, in_width = tl.arange(0, ROWS), tl.arange(0, WIDTH_UP)
+    there = row < REPEAT
+    query = tl.load(
+        query_at + slot * query_by_slot + (head * REPEAT + row)[:, None] * query_by_head + in_width[None, :],
+        mask=there[:, None] & (in_width[None, :] < WIDTH), other=0.0,
+    )  # fmt: skip
+    row_max = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
+    table = tables + slot * table_by_slot
+    if part == count - 1:
+        key_at += slot * key_by_slot + head * key_by_head
+        value_at += slot * value_by_slot + head * value_by_head
+        newest_row = (tl.load(table + at // PAGE).to(tl.int64) * key_heads + head) * PAGE + at % PAGE
+        key = _copy_row(key_at, keys + newest_row * WIDTH, WIDTH, WIDTH_UP)
+        value = _copy_row(value_at, values + newest_row * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
+        newest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
+        row_max, total, acc = _capped(newest, softcap, CAPPED), total + 1.0, acc + value.to(tl.float32)[None, :]
+    first = begin + part * each
+    row_max, total, acc = _attend_keys(
+        keys, values, table, head, key_heads, first, tl.minimum(first + each, at), at, query, row_max, total, acc,
+        scaling, softcap, COLUMNS, PAGE, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
+    )  # fmt: skip
+    _finish(
+        row_max, total, acc, partials, counters, sinks, out, slot, head, part, count, PARTS,
+        REPEAT, ROWS, VALUE_WIDTH, VALUE_WIDTH_UP, SINKS,
+    )  # fmt: skip
