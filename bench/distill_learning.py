@@ -41,10 +41,10 @@ THINGS = ("apples", "books", "coins", "pens", "stamps", "cards", "shells", "nuts
 def row(draw: random.Random) -> dict[str, Any]:
     """A sum in words with an answer in GSM8K's form, worded in one of two ways."""
     name, thing, a, b = draw.choice(NAMES), draw.choice(THINGS), draw.randint(11, 40), draw.randint(2, 9)
-    told, sign, result = draw.choice(
+    event, sign, result = draw.choice(
         [("buys {b} more", "+", a + b), ("gives {b} away", "-", a - b), ("then gets {b} times as many", "*", a * b)]
     )
-    question = f"{name} has {a} {thing} and {told.format(b=b)}. How many {thing} is that?"
+    question = f"{name} has {a} {thing} and {event.format(b=b)}. How many {thing} is that?"
     worked = draw.choice([f"{name} has {a} {sign} {b} = {result} {thing}.", f"{a} {sign} {b} = {result} {thing}."])
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{worked}\n#### {result}"}]
     return {"messages": talk}
@@ -82,15 +82,15 @@ def distilled(folder: Path, block: dict[str, Any], model: dict[str, Any]) -> dic
 
 def measured(folder: Path, name: str, model: dict[str, Any]) -> dict[str, float]:
     """Both KLs of a student from the teacher on held-out prompts, in nats a token."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for measure, block in MEASURES.items():
         held_out = {"test_datasets": [{"path": str(folder / "held_out.jsonl")}]}
         text = upweight("evaluate", folder, f"{name}_{measure}", **distilled(folder, block, model), **held_out)
         answer = json.loads(text[text.index("{") :])
-        found[measure] = round(answer[f"eval_distill/{measure}"], 4)
-        print(f"{name}: {found}", file=sys.stderr, flush=True)
-        found["agreement"] = round(answer["eval_distill/agreement"], 3)  # the last: on the teacher's answers
-    return found
+        values[measure] = round(answer[f"eval_distill/{measure}"], 4)
+        print(f"{name}: {values}", file=sys.stderr, flush=True)
+        values["agreement"] = round(answer["eval_distill/agreement"], 3)  # the last: on the teacher's answers
+    return values
 
 
 def main() -> None:
@@ -121,8 +121,8 @@ def main() -> None:
             if not (folder / name / f"checkpoint-{asked.steps}").is_dir():
                 upweight("train", folder, name, **distilled(folder, STUDENTS[name], start), **options)
             for step in range(every, asked.steps + 1, every)[-asked.points :]:
-                found = measured(folder, name, {"base_model": str(folder / name / f"checkpoint-{step}")})
-                print(json.dumps({"case": name, "step": step, **found}), flush=True)
+                values = measured(folder, name, {"base_model": str(folder / name / f"checkpoint-{step}")})
+                print(json.dumps({"case": name, "step": step, **values}), flush=True)
         print(json.dumps({"seconds": round(time.perf_counter() - began)}), flush=True)
 
 

@@ -2,8 +2,9 @@
 
 Random weights of Qwen2.5's shapes, a student of 1.5B and a teacher of 7B in bfloat16, gradient checkpointing, all
 weights trained, reverse KL over the whole vocabulary. A step samples a completion of each prompt, which goes on to the
-longest length, and trains on them; the optimizer is left out. Both sides run as processes of their own, in turn. They
-sample other tokens, so that their losses are alike and not equal. `--tiny` does it with small models on a CPU.
+longest length, and trains on them; the optimizer is left out. Both sides run as processes of their own, in turn, and
+before a step that counts each makes one that does not: who waits gives its cached memory back. They sample other
+tokens, so that their losses are alike and not equal. `--tiny` does it with small models on a CPU.
 
 TRL is run by this Python, or by the one named in TRL_PYTHON.
 """
@@ -118,46 +119,72 @@ class Device:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return self.cuda.max_memory_allocated() / 2**30
 
+    def allocated_gib(self) -> float:
+        return 0.0 if self.cuda is None else self.cuda.memory_allocated() / 2**30
+
     def rest(self) -> None:
         if self.cuda is not None:
             self.cuda.empty_cache()
+
+
+class OurSide:
+    """Our trainer, a step at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        from upweight import DistillationConfig, DistillationTrainer
+
+        work = json.loads((folder / "work.json").read_text())
+        dtype = "bfloat16" if work["device"] == "cuda" else "float32"
+        self.trainer = DistillationTrainer(
+            model_of(work, "student", dtype),
+            model_of(work, "teacher", dtype),
+            DistillationConfig(**settings_of(work, folder), token_budget=work["budget"]),
+            train_dataset=prompts_of(work),
+            processing_class=tokenizer_of(work),
+        )
+        self.model: Any = self.trainer.model
+        self.device = Device(work["device"])
+        self.inputs: dict[str, Any] = {}
+
+    def sample(self) -> None:
+        assert self.trainer.rollouts is not None
+        self.inputs = self.trainer.rollouts.next_step(self.trainer.runner, self.model, self.trainer.state)
+
+    def train(self) -> Any:
+        return self.trainer.runner.train(self.model, self.inputs["units"], self.inputs["counts"])
+
+    def step(self) -> dict[str, float]:
+        """What a step takes and gives, from empty gradients."""
+        import torch
+
+        self.model.zero_grad()
+        self.device.start()
+        self.sample()
+        sampled = self.device.seconds()
+        loss = self.train()
+        answer = {"s": self.device.seconds(), "sampling_s": sampled, "peak_gib": self.device.peak_gib()}
+        grads = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        rollouts = self.trainer.rollouts
+        assert rollouts is not None
+        assert rollouts.current is not None
+        return answer | {
+            "loss": float(loss),
+            "grad_norm": torch.nn.utils.get_total_norm(grads).item(),
+            "tokens": sum(len(one.ids) for group in rollouts.current.groups for one in group.completions),
+        }
 
 
 def ours(folder: Path) -> None:
     """Answer "step" on stdin with what a step took; "rest" frees memory."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
-    import torch
-
-    from upweight import DistillationConfig, DistillationTrainer
-
-    work = json.loads((folder / "work.json").read_text())
-    dtype = "bfloat16" if work["device"] == "cuda" else "float32"
-    trainer = DistillationTrainer(
-        model_of(work, "student", dtype),
-        model_of(work, "teacher", dtype),
-        DistillationConfig(**settings_of(work, folder), token_budget=work["budget"]),
-        train_dataset=prompts_of(work),
-        processing_class=tokenizer_of(work),
-    )
-    model: Any = trainer.model
-    rollouts, runner, device = trainer.rollouts, trainer.runner, Device(work["device"])
-    assert rollouts is not None
+    side = OurSide(folder)
     for asked in sys.stdin:
-        model.zero_grad()
         if asked == "rest\n":
-            device.rest()
-            continue
-        device.start()
-        inputs = rollouts.next_step(runner, model, trainer.state)
-        sampled = device.seconds()
-        loss = runner.train(model, inputs["units"], inputs["counts"])
-        answer = {"s": device.seconds(), "sampling_s": sampled, "peak_gib": device.peak_gib(), "loss": float(loss)}
-        grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        answer["grad_norm"] = torch.nn.utils.get_total_norm(grads).item()
-        assert rollouts.current is not None
-        answer["tokens"] = sum(len(one.ids) for group in rollouts.current.groups for one in group.completions)
-        print(json.dumps(answer), file=answers, flush=True)
+            side.model.zero_grad()
+            side.device.rest()
+        else:
+            print(json.dumps(side.step()), file=answers, flush=True)
 
 
 def measure(work: dict[str, Any], steps: int, peers: list[str]) -> dict[str, Any]:
@@ -173,7 +200,7 @@ def measure(work: dict[str, Any], steps: int, peers: list[str]) -> dict[str, Any
             command = [sys.executable, "-m", "bench.gpu_distill", "--side", folder] if name == "ours" else theirs
             sides[name] = Side(command, folder / "log")
         try:
-            line = in_turn(sides, steps, settle=False)
+            line = in_turn(sides, steps)
         finally:
             for side in sides.values():
                 side.end()
@@ -191,6 +218,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="a multiple of 8")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--peer", choices=["float32", "bfloat16"], action="append", help="TRL's student (bfloat16)")
+    parser.add_argument("--profile", action="store_true", help="our parts and kernels, without TRL")
     parser.add_argument("--tiny", action="store_true", help="small models on a CPU")
     parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -198,6 +226,12 @@ def main() -> None:
         ours(asked.side)
         return
     work = work_of(asked.tiny, asked.prompts, asked.new_tokens)
+    if asked.profile:
+        from bench.gpu_distill_parts import report
+
+        for line in report(work):
+            print(json.dumps({"name": "gpu_distill_parts"} | line), flush=True)
+        return
     print(json.dumps(measure(work, asked.steps, asked.peer or ["float32" if asked.tiny else "bfloat16"])), flush=True)
 
 

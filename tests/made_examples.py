@@ -71,13 +71,16 @@ def made_small(content, folder, model, reward_model):
         content["optimizer"] = "adamw_torch"
     if "val_set_size" in content:
         content["val_set_size"] = 2
-    if content.get("trl"):
+    if "distill" in content:
+        content["distill"]["teacher"] = example_model(folder / "teacher", intermediate_size=16)
+        content["trl"]["max_completion_length"] = 6
+    elif content.get("trl"):
         small = {"num_generations": 4, "max_completion_length": 6, "use_vllm": False, "async_prefetch": False}
         content["trl"] |= {**small, "vllm_sync_interval": 1, "reward_num_workers": 1, "log_completions": False}
         named = content["trl"].get("reward_funcs", ())
         content["trl"] |= {"reward_funcs": [reward_model if "/" in one else one for one in named]} if named else {}
-        if content.get("max_prompt_length"):
-            content["max_prompt_length"] = 64
+    if content.get("trl") and content.get("max_prompt_length"):
+        content["max_prompt_length"] = 64
     content |= {"max_steps": 1, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "logging_steps": 1}
     if "sequence_len" in content or content.get("rl") not in ("grpo", "gdpo"):
         content["sequence_len"] = 200
@@ -86,9 +89,9 @@ def made_small(content, folder, model, reward_model):
     return content
 
 
-def example_model(folder):
+def example_model(folder, **changes):
     """The folder of a tiny chat model."""
-    folder = write_model(folder, max_position_embeddings=1024)
+    folder = write_model(folder, max_position_embeddings=1024, **changes)
     byte_tokenizer("chatml", TEMPLATE).save_pretrained(folder)
     return str(folder)
 

@@ -135,6 +135,7 @@ class Divergence:
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     beta: float = 0.5  # the teacher's share of the mixture in jsd
     temperature: float = 1.0
+    summed: bool = False  # whether losses are a multiple of its sum over tokens: its gradient is known in the forward
 
 
 @dataclass(frozen=True, eq=False)

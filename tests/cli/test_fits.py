@@ -1,7 +1,8 @@
 import pytest
 import torch
+from transformers import AutoConfig
 
-from made_runs import write_config, write_model
+from made_runs import write_config, write_model, write_online
 from upweight.cli.fits import run
 from upweight.errors import UserError
 
@@ -16,6 +17,28 @@ def test_a_table_that_marks_the_configs_own_way(tmp_path, capsys):
     assert [row.split()[1:3] for row in rows if "*" in row] == [["lora", "yes"]]
     run(config, [], memory=1)
     assert all(row.split()[-2] == "no" for row in capsys.readouterr().out.splitlines()[2:])
+
+
+def beside_a_lora(capsys):
+    """The first line, and the GiB that a LoRA's training takes beside weights and activations."""
+    about, _, *rows = capsys.readouterr().out.splitlines()
+    return about, float(next(row for row in rows if row.split()[0] == "lora").split()[3])
+
+
+def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
+    student = write_model(tmp_path / "student")
+    teacher = tmp_path / "teacher"
+    AutoConfig.from_pretrained(student, hidden_size=8192, intermediate_size=8192).save_pretrained(teacher)
+    config = write_online(tmp_path, student, rl="distill", trl=None, distill={"teacher": str(teacher)})
+    run(config, [], memory=24)
+    about, whole = beside_a_lora(capsys)
+    assert "teachers of 0.8 GiB" in about
+    run(config, ["distill.teacher_load_in_4bit=true"], memory=24)
+    assert beside_a_lora(capsys)[1] < 0.4 * whole
+    run(config, ["reference_offloading=true"], memory=24)
+    assert beside_a_lora(capsys)[1] < 0.1
+    run(config, ["distill.teacher=http://localhost:1", "distill.top_k=20"], memory=24)
+    assert "teachers" not in beside_a_lora(capsys)[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says by itself how much memory it has")

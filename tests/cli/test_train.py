@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from made_runs import largest_difference, metrics_of, upweight, write_config
 from upweight.cli.app import main
-from upweight.cli.train import _config
+from upweight.cli.train import _load_config
 from upweight.errors import UserError
 from upweight.processes import free_port
 from upweight.runs.checkpoints import checkpoints_of, is_whole
@@ -249,7 +249,7 @@ def test_code_that_moved_before_a_resume_is_named_with_its_former_place(tmp_path
     trl = "trl: {loss_type: gone_losses.loss, reward_funcs: [r.f]}"
     file.write_text(f"base_model: m\nrl: grpo\n{trl}\noutput_dir: {tmp_path / 'out'}\ndatasets: [{{path: x}}]\n")
     with pytest.raises(UserError) as error:
-        _config(file, [])
+        _load_config(file, [])
     first, second = str(error.value).splitlines()
     assert first.startswith("trl.loss_type: there is no 'gone_losses': no gone_losses.py in ")
     was = f"'gone_losses.loss' was in {tmp_path}/gone_losses.py, which is gone"

@@ -2,13 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from upweight.engine import logits
+from upweight.engine import head as engine_head
 from upweight.engine.divergences import COMPARED, LISTED, OF_TEACHER, TeacherList, TeacherStates, top_k
+from upweight.engine.head import linear_statistics, module_statistics
 from upweight.engine.logits import (
     HeadRequest,
     LogitTransform,
-    linear_statistics,
-    module_statistics,
     token_gradient,
     token_statistics,
 )
@@ -63,8 +62,8 @@ def statistics(path, hidden, head, *, target, request, teacher, columns):
 @pytest.mark.parametrize("kind_and_beta", KINDS)
 def test_value_and_gradient_are_those_of_whole_distributions(path, kind_and_beta, temperature, columns, monkeypatch):
     kind, beta = kind_and_beta
-    monkeypatch.setattr(logits, "_CHUNK_ON_CPU", 60 * 2 * 7)  # several chunks
-    monkeypatch.setattr(logits, "_KEPT_ON_CPU", 60 * 2 * 7)  # of which one is kept
+    monkeypatch.setattr(engine_head, "_CHUNK_ON_CPU", 60 * 2 * 7)  # several chunks
+    monkeypatch.setattr(engine_head, "_KEPT_ON_CPU", 60 * 2 * 7)  # of which one is kept
     hidden, head, target, states = made(teacher_vocabulary=columns)
     how = Divergence(kind, beta, temperature)
     # log-probs at another temperature, as those of a cross-entropy beside the divergence
@@ -89,10 +88,33 @@ def test_value_and_gradient_are_those_of_whole_distributions(path, kind_and_beta
         torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind_and_beta", KINDS)
+def test_the_gradient_of_a_sum_is_taken_in_the_forward(kind_and_beta, monkeypatch):
+    monkeypatch.setattr(engine_head, "_CHUNK_ON_CPU", 60 * 2 * 7)
+    hidden, head, target, states = made()
+    projections = []
+    teacher = TeacherStates(states.hidden_TE, lambda x: projections.append(len(x)) or states.project(x), TEACHER, 60)
+    how = Divergence(*kind_and_beta, 1.5, summed=True)
+    request = HeadRequest(STUDENT, 1.5, frozenset({*COMPARED, "entropy_T"}), how, TEACHER)
+    out = linear_statistics(hidden, head.weight, head.bias, target, request, teacher=teacher)
+    value, leaves = whole(*exact(hidden, head, states, 1.5, 60), *kind_and_beta), [hidden, head.weight, head.bias]
+    logps = exact(hidden, head, states, 1.5, 60)[0].gather(1, target[:, None])[:, 0]
+    ours = torch.autograd.grad(0.7 * out["divergence_T"].sum(), leaves, retain_graph=True)
+    assert projections == [7, 7, 7, 2]
+    again = torch.autograd.grad(0.7 * out["divergence_T"].sum(), leaves, retain_graph=True)  # recomputed
+    assert len(projections) == 8
+    both = torch.autograd.grad(0.7 * out["divergence_T"].sum() - out["logps_T"].sum(), leaves)
+    right = torch.autograd.grad(0.7 * value.sum(), leaves, retain_graph=True)
+    right_both = torch.autograd.grad(0.7 * value.sum() - logps.sum(), leaves)
+    for taken, wanted in ((ours, right), (again, right), (both, right_both)):
+        for one, other in zip(taken, wanted, strict=True):
+            torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("path", ["linear", "module"])
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_listed_tokens_have_the_log_probs_and_gradients_of_the_whole_distribution(path, temperature, monkeypatch):
-    monkeypatch.setattr(logits, "_CHUNK_ON_CPU", 60 * 2 * 7)
+    monkeypatch.setattr(engine_head, "_CHUNK_ON_CPU", 60 * 2 * 7)
     hidden, head, target, states = made()
     best = top_k(states, 4, temperature, 5)
     log_q, log_p = exact(hidden, head, states, temperature, 60)

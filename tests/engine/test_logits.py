@@ -3,15 +3,13 @@ import torch
 from torch import nn
 
 from tiny_models import tiny
-from upweight.engine import logits
+from upweight.engine import head as engine_head
+from upweight.engine.head import linear_statistics, module_statistics, run_head
 from upweight.engine.logits import (
     STATISTICS,
     HeadRequest,
     LogitTransform,
-    linear_statistics,
     logit_transform,
-    module_statistics,
-    run_head,
     token_gradient,
     token_statistics,
 )
@@ -88,8 +86,8 @@ def pulled(out, leaves):
 @pytest.mark.parametrize(("chunk", "kept"), [(1 << 24, 1 << 26), (50 * 7, 0), (50 * 7, 50 * 14), (1, 50)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
-    monkeypatch.setattr(logits, "_CHUNK_ON_CPU", chunk)
-    monkeypatch.setattr(logits, "_KEPT_ON_CPU", kept)
+    monkeypatch.setattr(engine_head, "_CHUNK_ON_CPU", chunk)
+    monkeypatch.setattr(engine_head, "_KEPT_ON_CPU", kept)
     hidden, layer, target = made(bias)
     leaves = [hidden, *layer.parameters()]
     plain = token_statistics(layer(hidden), target, REQUEST)
@@ -149,8 +147,8 @@ def test_half_precision_has_float32_statistics(mixed):
 
 
 def test_memory_kept_for_backward_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
-    monkeypatch.setattr(logits, "_CHUNK_ON_CPU", 3000 * 20)
-    monkeypatch.setattr(logits, "_KEPT_ON_CPU", 3000 * 50)
+    monkeypatch.setattr(engine_head, "_CHUNK_ON_CPU", 3000 * 20)
+    monkeypatch.setattr(engine_head, "_KEPT_ON_CPU", 3000 * 50)
     for tokens in (100, 400):
         hidden, layer, target = made(tokens=tokens, vocabulary=3000)
         saved = []

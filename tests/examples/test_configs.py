@@ -38,7 +38,7 @@ def name_of(example):
     return str(example.relative_to(EXAMPLES))
 
 
-FAST = ("dpo.yaml", "kto.yaml", "orpo.yaml", "sft.yaml", "process_reward.yaml", "gsm8k/config.yaml")
+FAST = ("distill.yaml", "dpo.yaml", "kto.yaml", "orpo.yaml", "sft.yaml", "process_reward.yaml", "gsm8k/config.yaml")
 
 
 @pytest.mark.parametrize("example", slow_except(FAST, CONFIGS, name_of), ids=name_of)

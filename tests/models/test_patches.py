@@ -110,6 +110,12 @@ def test_a_supported_transformers_still_drops_soft_caps():
     assert Requirement(needed).specifier.contains("5.20.0")
 
 
+def test_a_supported_torch_still_waits_for_the_head_of_a_shard_group():
+    """When the oldest supported torch is 2.13, which ends such groups by itself, `end_shard_group` can go."""
+    (needed,) = (text for text in requires("upweight") or [] if Requirement(text).name == "torch")
+    assert Requirement(needed).specifier.contains("2.11.0")
+
+
 def test_rotary_scales_still_follow_the_batch_in_transformers():
     """When this fails, a row's own length decides in transformers too: `scale_rope_by_row_length` can go."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

@@ -9,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 
 from made_runs import metrics_of, on_ranks, rows_for, trainer_for, write_model
 from made_tokenizers import byte_tokenizer
-from made_vllm import FakeVllm
 from tiny_models import SHAPES, tiny
 from upweight.config.load import load_config
 from upweight.data.units import units_of
@@ -313,25 +312,6 @@ def test_the_teacher_writes_what_the_student_does_not(models):
     train(config)
     first = next(line for line in metrics_of(models / "out") if "loss" in line)
     assert first["distill/ce_loss"] > 0
-
-
-@pytest.fixture
-def served(models):
-    server = FakeVllm(models / "teacher")
-    server.tokenizer = byte_tokenizer("chatml")
-    yield server
-    server.close()
-
-
-def test_a_server_teaches_as_the_same_model_in_this_process(models, served):
-    block = {"on_policy": 0, "top_k": 6, "divergence": "forward_kl"}
-    here = evaluate(write_config(models, TEXTS, distill={"teacher": str(models / "teacher"), **block}, val_set_size=4))
-    there = evaluate(write_config(models, TEXTS, distill={"teacher": served.url, **block}, val_set_size=4))
-    for name in ("eval_loss", "eval_distill/agreement", "eval_distill/teacher_tail_mass"):
-        assert here[name] == pytest.approx(there[name], abs=1e-4), name
-    served.tokenizer.add_tokens(["Ask what"])
-    with pytest.raises(UserError, match="has another tokenizer than the student: 'Ask what"):
-        evaluate(write_config(models, TEXTS, distill={"teacher": served.url, **block}, val_set_size=4))
 
 
 def test_a_log_of_a_teacher_replaces_it(models):

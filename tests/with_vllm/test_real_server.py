@@ -10,6 +10,7 @@ import threading
 import time
 from types import ModuleType, SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -17,8 +18,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from made_runs import write_model, write_online
+from upweight.config.load import load_config
 from upweight.errors import UserError
 from upweight.rollout.vllm.server import VllmServer
+from upweight.train.distill.log import write_log
+from upweight.train.run import evaluate
 from upweight.types import Sampling
 from with_vllm.real_server import ON_CPU, PYTHON, ROOT, group_is_empty, proxy, running
 
@@ -203,6 +207,33 @@ def test_ten_steps_of_grpo_with_adapter_sync(lora_server, served_model, tmp_path
     assert fresh
     assert max(line["sampling/sampling_logp_difference/mean"] for line in fresh) < 1e-4
     assert not (tmp_path / "out" / "vllm").exists()
+
+
+def taught_by(place, student, tmp_path, **block):
+    rows = tmp_path / "texts.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"say {word}", "completion": f" {word}{word}"}) + "\n" for word in "abcd")
+    )
+    block = {"teacher": str(place), "on_policy": 0, "top_k": 6, **block}
+    keys = {"rl": "distill", "distill": block, "datasets": [{"path": str(rows)}], "trl": None, "bf16": False}
+    return load_config(write_online(tmp_path, student, **keys, val_set_size=2))
+
+
+def test_a_teacher_behind_a_server_gives_what_the_model_in_this_process_gives(lora_server, served_model, tmp_path):
+    student = write_model(tmp_path / "student", **SIZES, initializer_range=0.3)
+    places = {"here": served_model, "there": lora_server.url}
+    logs, losses = {}, {}
+    for name, place in places.items():
+        assert write_log(taught_by(place, student, tmp_path), tmp_path / f"{name}.parquet") == 2 * 4
+        logs[name] = pq.read_table(tmp_path / f"{name}.parquet").to_pydict()
+        softened = {"temperature": 2.0, "tail": "renormalise", "divergence": "forward_kl"}
+        losses[name] = [evaluate(taught_by(place, student, tmp_path, **block))["eval_loss"] for block in ({}, softened)]
+    assert logs["here"]["teacher_ids"] == logs["there"]["teacher_ids"]
+    for ours, theirs in zip(logs["here"]["teacher_logps"], logs["there"]["teacher_logps"], strict=True):
+        for right, found in zip(ours, theirs, strict=True):
+            assert found == pytest.approx(right, abs=4e-3)  # written in float16
+    assert losses["there"] == pytest.approx(losses["here"], abs=1e-4)
+    assert min(losses["here"]) > 1e-3
 
 
 def test_all_weights_are_read_anew_and_the_server_ends_with_its_children(served_model, tmp_path, monkeypatch):

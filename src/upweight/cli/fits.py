@@ -8,7 +8,16 @@ import torch
 from upweight.cli.inputs import read_config
 from upweight.config import Config
 from upweight.errors import UserError
-from upweight.models.memory import GIB, USABLE_SHARE, TrainedWeights, estimate, longest, shape_of
+from upweight.models.memory import (
+    GIB,
+    USABLE_SHARE,
+    TrainedWeights,
+    estimate,
+    keeps_start,
+    longest,
+    shape_of,
+    teacher_bytes,
+)
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
 HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
@@ -31,8 +40,11 @@ def table(config: Config, card: float) -> list[str]:
     sharing = config.sharding.context_parallel_size
     tokens = -(-config.data.sequence_len * sequences // sharing)
     configured = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
-    optimizer, compares = config.optim.optimizer, config.method.needs_reference
-    need_of = partial(estimate, shape, adapter=config.adapter, optimizer=optimizer, reference=compares, tokens=tokens)
+    teachers = teacher_bytes(config)
+    need_of = partial(
+        estimate, shape, adapter=config.adapter, optimizer=config.optim.optimizer, reference=keeps_start(config),
+        tokens=tokens, teachers=teachers, offload=config.optim.reference_offloading,
+    )  # fmt: skip
     rows: list[tuple[str, ...]] = [HEADINGS]
     for trained in TRAINED_KINDS:
         for recompute in (False, True):
@@ -44,5 +56,6 @@ def table(config: Config, card: float) -> list[str]:
             rows.append((mark + trained, "yes" if recompute else "no", *parts, fits, str(most)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     what = f"{shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {config.data.sequence_len} tokens"
-    about = f"{what}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"
+    beside = f", teachers of {teachers / GIB:.1f} GiB" if teachers else ""
+    about = f"{what}{beside}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"
     return [about, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]

@@ -5,7 +5,6 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +19,17 @@ from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.models.load import compute_dtype, load_failures, load_model_config
-from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE_SHARE, Memory, estimate, shape_of
+from upweight.models.memory import (
+    GIB,
+    HEAD_CHUNK,
+    LESS_MEMORY,
+    USABLE_SHARE,
+    Memory,
+    estimate,
+    keeps_start,
+    shape_of,
+    teacher_bytes,
+)
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
@@ -80,9 +89,12 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
     if online is not None:
         tokens = online.max_completion_length + (config.data.max_prompt_length or 512)
-    kind, compares = config.adapter.kind or "all", config.method.needs_reference
-    training = partial(estimate, optimizer=config.optim.optimizer, checkpointing=config.optim.gradient_checkpointing)
-    need = training(shape_of(config.model, config.method.head), kind, config.adapter, reference=compares, tokens=tokens)
+    kind, optim = config.adapter.kind or "all", config.optim
+    need = estimate(
+        shape_of(config.model, config.method.head), kind, config.adapter, optimizer=optim.optimizer,
+        reference=keeps_start(config), checkpointing=optim.gradient_checkpointing, tokens=tokens,
+        teachers=teacher_bytes(config), offload=optim.reference_offloading,
+    )  # fmt: skip
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value

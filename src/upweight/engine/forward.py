@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
 from upweight.engine.context_parallel import ContextGroup, ShardedTree, require_shareable
 from upweight.engine.divergences import COMPARED, LISTED, Teacher, TeacherStates
+from upweight.engine.head import run_head
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import (
     STATISTICS,
@@ -20,7 +22,6 @@ from upweight.engine.logits import (
     HeadRequest,
     LogitTransform,
     logit_transform,
-    run_head,
     token_statistics,
 )
 from upweight.engine.packing import Layout
@@ -29,7 +30,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
-from upweight.models.patches import add_adapters_in_place, rope_row_lengths
+from upweight.models.patches import add_adapters_in_place, end_shard_group, rope_row_lengths
 from upweight.types import Batch, Divergence, Outputs
 
 
@@ -153,6 +154,7 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     local = {"source_T": scored.offset_I, "target_T": packed["target_T"][scored.computed_I]}
     if packed["teacher"] is not None:
         local["teacher"] = packed["teacher"].rows(scored.computed_I)
+        local["divergence"] = replace(packed["divergence"], summed=False)  # what a rank computes in vain counts nothing
     out = _local_outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
 
@@ -176,6 +178,8 @@ def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, T
         out["features_TF"] = torch.cat([state[packed["feature_positions_T"]] for state in picked], -1)
     hidden_TD = body[0].flatten(0, 1)[packed["source_T"]]
     if not packed["head"]:
+        if head is not None:
+            end_shard_group(head, hidden_TD)
         return out or {"features_TF": hidden_TD}
     assert head is not None
     given = {"vocabulary": base.config.get_text_config().vocab_size, "teacher": packed["teacher"]}

@@ -119,7 +119,7 @@ class Distill(Method):
 
     @property
     def comparison(self) -> Divergence:
-        return Divergence(self.kind, self.beta, self.temperature)
+        return Divergence(self.kind, self.beta, self.temperature, summed=not self.ce_coef)
 
     @property
     def teacher_top_k(self) -> int | None:
@@ -200,15 +200,10 @@ class Distill(Method):
 
     def _listed(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the divergence of each token over what the teacher lists, and what is measured beside it."""
-        policy_TK, tail_T, teacher_TK = (
-            required(out.listed_logps_TK),
-            required(out.listed_tail_T),
-            batch.teacher_logps_TK,
-        )
-        logs = listed_logs(policy_TK, tail_T, required(teacher_TK), batch.teacher_tail_T, self.tail)
-        bucketed = listed_logs(
-            policy_TK.detach(), tail_T.detach(), required(teacher_TK), batch.teacher_tail_T, "bucket"
-        )
+        policy_TK, tail_T = required(out.listed_logps_TK), required(out.listed_tail_T)
+        teacher = required(batch.teacher_logps_TK), batch.teacher_tail_T
+        logs = listed_logs(policy_TK, tail_T, *teacher, self.tail)
+        bucketed = listed_logs(policy_TK.detach(), tail_T.detach(), *teacher, "bucket")
         log_q, log_p, known = bucketed
         forward_T = divergence(*bucketed, "forward_kl", self.beta)
         return divergence(*logs, self.kind, self.beta), {

@@ -1,6 +1,7 @@
 """Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -43,6 +44,17 @@ def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "ba
     if looks_like_a_path:
         raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). Correct the path")
     return base_model, gguf_file
+
+
+def teacher_source(
+    place: str, student: ModelSection, revision: str | None, key: str = "distill.teacher"
+) -> ModelSection:
+    """Return what to load for a teacher: its folder or hub id; of an adapter's folder the base, without the adapter."""
+    source, _ = resolve_source(place, None, key)
+    file = Path(source) / "adapter_config.json"
+    if file.is_file():
+        source = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or student.base_model
+    return ModelSection(base_model=source, trust_remote_code=student.trust_remote_code, revision=revision)
 
 
 @contextmanager

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from upweight.config.sections.model import AdapterSection, ModelSection
+from upweight.config import Config
+from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
+from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
-from upweight.models.load import Head, config_with_head, model_class
+from upweight.models.load import Head, config_with_head, model_class, teacher_source
 
 GIB = 2**30
 USABLE_SHARE = 0.9  # of a card: the rest is used by the driver or lost to fragmentation
@@ -42,7 +44,7 @@ class Memory:
     """Bytes by purpose."""
 
     weights: float
-    training: float  # masters, gradients, optimizer, the reference
+    training: float  # masters, gradients, optimizer, the reference, teachers
     activations: float
 
     @property
@@ -93,6 +95,28 @@ def optimizer_bytes(name: str) -> int:
     return SINGLE_BYTES if name.startswith("lion") else 2 * SINGLE_BYTES
 
 
+def weight_bytes(shape: Shape, packed: AdapterSection | TeacherSection | None = None) -> float:
+    """Return the bytes of a model's weights in half precision; where `packed` says so, linear layers are quantised."""
+    each = next((size for name, size in QUANTISED_BYTES.items() if getattr(packed, name, False)), HALF_BYTES)
+    return each * shape.linear_parameters + HALF_BYTES * (shape.parameters - shape.linear_parameters)
+
+
+def teacher_bytes(config: Config) -> float:
+    """Return the bytes of the weights of all teachers that are loaded in this process."""
+    section = config.teacher
+    places = [place for place in section.places.values() if not is_url(place) and place not in (LOGGED, SELF)]
+    if not config.method.needs_teacher:
+        return 0.0
+    models = [teacher_source(place, config.model, section.revision) for place in places]
+    return sum(weight_bytes(shape_of(model, "tokens"), section) for model in models)
+
+
+def keeps_start(config: Config) -> bool:
+    """Return whether weights of the start, or their average, are kept beside those that are trained."""
+    teaches_itself = config.method.needs_teacher and SELF in config.teacher.places.values()
+    return config.method.needs_reference or (teaches_itself and config.method.self_teacher != "live")
+
+
 def training_bytes(optimizer: str) -> int:
     """Return the bytes that the first step adds for each trained parameter: float32 gradient and optimizer state."""
     return SINGLE_BYTES + optimizer_bytes(optimizer)
@@ -107,18 +131,22 @@ def estimate(
     reference: bool,
     checkpointing: bool,
     tokens: int,
+    teachers: float = 0.0,
+    offload: bool = False,
 ) -> Memory:
-    """Return the peak memory of a step with one forward of `tokens`, computing in half precision."""
-    weight = HALF_BYTES
-    if trained == "qlora":
-        weight = QUANTISED_BYTES["load_in_8bit" if adapter.load_in_8bit else "load_in_4bit"]
-    weights = weight * shape.linear_parameters + HALF_BYTES * (shape.parameters - shape.linear_parameters)
+    """Return the peak memory of a step with one forward of `tokens`, computing in half precision.
+
+    `teachers`: bytes of their weights; with `offload` they are on the device before activations are.
+    """
+    packed = adapter if adapter.load_in_8bit else AdapterSection(load_in_4bit=True)
+    weights = weight_bytes(shape, packed if trained == "qlora" else None)
     count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
     # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.
     training = count * (SINGLE_BYTES + training_bytes(optimizer) + (0 if trained == "all" else HALF_BYTES))
     if trained == "all":
         training += 3 * SINGLE_BYTES * shape.largest + (HALF_BYTES * shape.parameters if reference else 0)
-    return Memory(weights, training, max(tokens * shape.activation_bytes[checkpointing], HEAD_CHUNK))
+    activations = max(tokens * shape.activation_bytes[checkpointing], HEAD_CHUNK, teachers if offload else 0.0)
+    return Memory(weights, training + (0.0 if offload else teachers), activations)
 
 
 def longest(shape: Shape, memory: Memory, card: float, *, checkpointing: bool, sequences: int) -> int:

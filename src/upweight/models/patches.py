@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, is_few, plain_adapter
@@ -21,6 +22,12 @@ def shard_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin
     """Make accelerate shard over CPU ranks, where it silently drops the plugin and uses DDP."""
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def end_shard_group(head: nn.Module, hidden_TD: Tensor) -> None:
+    """Run a sharded head on no rows; FSDP2 shards it with the last norm, and torch 2.11 waits until both have run."""
+    if isinstance(head, FSDPModule):
+        head(hidden_TD[:0])
 
 
 def keep_soft_cap(model: PreTrainedModel) -> None:

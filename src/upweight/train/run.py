@@ -4,7 +4,7 @@
 (`data/prepare.py`), rewards, policy, rollouts. The loop is transformers' Trainer, which calls `training_step` of
 `trainer.py` with the samples of one optimizer step, from `loader.py`, or for online methods from `online/feed.py`:
 rollouts of `rollout/producer.py` with rewards of `rewards/scorer.py`. `step.py` forwards them in packed rows
-(`engine/`; `engine/logits.py` has the backward of the head) and computes the loss (`methods/`) and its gradients.
+(`engine/`; `engine/head.py` has the backward of the head) and computes the loss (`methods/`) and its gradients.
 """
 
 import os

@@ -17,6 +17,7 @@ def chosen(*arguments):
     ("flags", "method"),
     [
         (["--have", "labels"], "kto"),
+        (["--have", "teacher"], "distill"),
         (["--have", "pairs", "--want", "policy"], "dpo"),
         (["--have", "pairs", "--want", "scores"], "reward"),
         (["--have", "scores", "--want", "apart"], "gdpo"),

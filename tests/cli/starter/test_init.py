@@ -22,12 +22,17 @@ def model_folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
 
 
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("teacher"), max_position_embeddings=1024, intermediate_size=16)
+
+
 def command(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("method", slow_except(("dpo", "ebft", "grpo", "sft"), TRAINED))
-def test_every_starter_validates_and_trains(method, model_folder, tmp_path, monkeypatch):
+def test_every_starter_validates_and_trains(method, model_folder, teacher_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = command("init", method)
     assert done.exit_code == 0, done.output
@@ -36,6 +41,7 @@ def test_every_starter_validates_and_trains(method, model_folder, tmp_path, monk
     assert command("validate", "config.yaml").stdout == "ok\n"
     small = ["max_steps=2", "micro_batch_size=8", "chat_template=chatml", "sequence_len=256", "val_set_size=2"]
     small += ["trl.num_generations=4", "trl.max_completion_length=8"] if method in ("grpo", "gdpo", "ebft") else []
+    small += ["trl.max_completion_length=8", f"distill.teacher={teacher_folder}"] if method == "distill" else []
     train(load_config(Path("config.yaml"), [f"base_model={model_folder}", *small]))
     rows = metrics_of(tmp_path / method / "out")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]

@@ -1,6 +1,5 @@
 """Loads the teachers of a config: whole models, adapters on their base, quantised, offloaded or sharded ones."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.adapters.merge import AdapterFolder
-from upweight.models.load import load_model, resolve_source
+from upweight.models.load import load_model, teacher_source
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
 from upweight.models.reference import (
@@ -102,21 +101,15 @@ class TeacherLoader:
     def _loaded(self, place: str, key: str) -> nn.Module:
         """Load the model of a folder or the hub, or an adapter with its base, if its vocabulary is the student's."""
         student, teacher = self.config.model, self.config.teacher
-        source, _ = resolve_source(place, None, key)
+        section = teacher_source(place, student, teacher.revision, key)
         options = {name: value for name, value in teacher.load_options.items() if name not in ("dtype", "torch_dtype")}
+        section = section.model_copy(update={"load_options": options})
         given = teacher.load_options.get("dtype", teacher.load_options.get("torch_dtype"))
         dtype = getattr(torch, given, self.dtype) if isinstance(given, str) else given or self.dtype
-        section = ModelSection(
-            base_model=source,
-            trust_remote_code=student.trust_remote_code,
-            revision=teacher.revision,
-            load_options=options,
-        )
-        adapter_file = Path(source) / "adapter_config.json"
         logger.info("teacher: loading %s", place)
-        if adapter_file.is_file():
-            base = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-            adapted = AdapterFolder(section.model_copy(update={"base_model": base or student.base_model}), Path(source))
+        folder = Path(place).expanduser()
+        if (folder / "adapter_config.json").is_file():
+            adapted = AdapterFolder(section, folder)
             require_same_vocabulary(self.tokenizer, adapted.tokenizer(), f"{key}: {place}")
             return adapted.load(dtype)
         tokenizer = load_tokenizer(section)

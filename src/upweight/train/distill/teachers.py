@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from upweight.engine import Engine
 from upweight.engine.divergences import TeacherList, top_k
-from upweight.engine.logits import chunk_rows
+from upweight.engine.head import chunk_rows
 from upweight.engine.packing import build_batch, whole_blocks
 from upweight.errors import UserError
 from upweight.methods.base import Method

@@ -276,17 +276,17 @@ class RolloutFeed:
         """Add the teacher's log-prob over the sampler's to the advantage of each token, after all normalisation."""
         assert self.current is not None
         sampled = units_of_groups(self.current.groups, mask_truncated=self.mask_truncated, sampler_logps=True)
-        own = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
+        sampler = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
         with dropout_off(model):
-            if any(logps is None for unit in own for logps in unit):  # a sampler that does not report them
+            if any(logps is None for unit in sampler for logps in unit):  # a sampler that does not report them
                 computed = runner.logps(model, self.units)
-                own = [
+                sampler = [
                     [now if then is None else then for then, now in zip(*logps, strict=True)]
-                    for logps in zip(own, computed, strict=True)
+                    for logps in zip(sampler, computed, strict=True)
                 ]
             teacher = teachers.logps(model, self.units, runner.logps)
         gaps: list[NDArray[np.float32]] = []
-        for index, (unit, *logps) in enumerate(zip(self.units, own, teacher, strict=True)):
+        for index, (unit, *logps) in enumerate(zip(self.units, sampler, teacher, strict=True)):
             each = [theirs - np.asarray(mine) for mine, theirs in zip(*logps, strict=True)]
             parts = zip(unit.samples, each, strict=True)
             advantages = [(_token_advantages(sample) + weight * gap).astype(np.float32) for sample, gap in parts]
