@@ -19,7 +19,7 @@ from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.models.kernels import linear as kernel
-from upweight.sampler.attention_kernel import paged_step
+from upweight.sampler.kernels.paged_attention import paged_step
 from upweight.sampler.pages import PAGE
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from upweight.engine.attention.rules import AttentionParams, Rule
-from upweight.sampler.attention import cascade_attention, paged_attention
+from upweight.sampler.attention import Rotation, cascade_attention, paged_attention
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.pages import PAGE
 
@@ -117,7 +117,7 @@ def test_pages(params: AttentionParams, step: int):
 @pytest.mark.parametrize("value_width", [16, WIDTH])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_kernel(params: AttentionParams, value_width: int, step: int, programs: int, monkeypatch):
-    from upweight.sampler import attention_kernel
+    from upweight.sampler.kernels import paged_attention as attention_kernel
 
     monkeypatch.setattr(attention_kernel, "_PROGRAMS", programs)
     monkeypatch.setattr(attention_kernel, "_KEYS", 32)
@@ -132,3 +132,27 @@ def test_kernel(params: AttentionParams, value_width: int, step: int, programs: 
     page_S = table_ST.long().gather(1, position_S[:, None] // PAGE)[:, 0]
     for pool, new in zip(pools, tokens[1:], strict=True):
         assert torch.equal(pool[page_S, :, position_S % PAGE], new[:, :, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("step", [0, 70])
+def test_kernel_norms_and_rotates_queries_and_keys(step: int, normed: bool):
+    from upweight.sampler.kernels.paged_attention import paged_step
+
+    (query, key, value), caches, lengths, at = made(step, WIDTH, "cuda")
+    angle_S1H = torch.linspace(0, 6, SLOTS * (WIDTH // 2), device="cuda").view(SLOTS, 1, -1)
+    cos, sin = (torch.cat([x, x], -1) for x in (angle_S1H.cos(), angle_S1H.sin()))
+    weights = [torch.rand(WIDTH, device="cuda") for _ in range(2)]
+    ready = []
+    for x, weight in zip((query, key), weights, strict=True):
+        normal = torch.nn.functional.rms_norm(x, (WIDTH,), weight, 1e-6) if normed else x
+        first, second = normal.chunk(2, -1)
+        ready.append(normal * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None])
+    right = expected(PARAMS["plain"], (*ready, value), caches, lengths, at)
+    pools, table_ST, position_S = paged((query, key, value), caches, lengths, at)
+    rotation = Rotation(cos, sin, *(weights if normed else (None, None)), 1e-6)
+    found = paged_step(query, key, value, pools, (table_ST, position_S), PARAMS["plain"], rotation)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    page_S = table_ST.long().gather(1, position_S[:, None] // PAGE)[:, 0]
+    torch.testing.assert_close(pools[0][page_S, :, position_S % PAGE], ready[1][:, :, 0], atol=1e-5, rtol=1e-5)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,27 @@ from upweight.models.modules import context_value
 Caches = tuple[Tensor, Tensor, Tensor, Tensor]
 # The call's number in a forward, query [B, heads, N, width], key and value of as many or fewer heads -> like the query.
 CallAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
+
+
+class Rotation(NamedTuple):
+    """The rotation of queries and keys by position, [slots, 1, width] each, and the weights of norms before it."""
+
+    cos: Tensor
+    sin: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+
+
+@runtime_checkable
+class RotatingAttention(Protocol):
+    """Attention that also takes queries and keys as their projections give them."""
+
+    def attend_rotated(  # noqa: PLR0917 - as `CallAttention`, with one argument more
+        self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rotation: Rotation
+    ) -> Tensor:
+        """Norm and rotate query and key, and attend."""
+        ...
 
 
 class CustomAttention:
@@ -45,6 +67,12 @@ def attention_op(context: CallAttention, position_BN: Tensor) -> Iterator[Custom
     attention = CustomAttention(context, position_BN)
     with context_value(_running, attention):
         yield attention
+
+
+def running_attention() -> tuple[int, CallAttention]:
+    """Return the number of the next attention call in the forward that runs, and what computes it."""
+    running = _running.get()
+    return next(running.calls), running.context
 
 
 @torch.library.custom_op("upweight::attend", mutates_args=())

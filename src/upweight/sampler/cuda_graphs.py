@@ -1,8 +1,9 @@
 """Launch the steps of slots one by one, or replay them as CUDA graphs."""
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any, Protocol
@@ -15,14 +16,17 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 
 from upweight.log import warn_once
+from upweight.models.kernels.launch import only_compiling
 from upweight.models.modules import every_module, replaced_forwards
 from upweight.sampler.draw import draw
 from upweight.sampler.forward import CachedForward
+from upweight.sampler.fused_decoder import fused_decoder
 from upweight.sampler.slots import Prefix, Slots
 
 PendingTokens = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]  # waits for tokens and log-probs
 
 _MOST_GRAPHS = 64
+_PROMPT_ROWS = (16, 64, 320, 2048)  # numbers of tokens that take different kernels
 
 
 class SlotSteps(Protocol):
@@ -30,9 +34,13 @@ class SlotSteps(Protocol):
 
     slots: Slots
     lag: int  # blocks of steps that are launched before the tokens of an earlier one are read
+    compile_seconds: float
 
     def begin(self, addresses: list[Any]) -> None:
         """Prepare a call with weights at these addresses."""
+
+    def compile_ahead(self, sizes: Sequence[int]) -> None:
+        """Compile what steps of these sizes need, where that is faster than one by one; slots have no sequences."""
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Prefill pages."""
@@ -48,13 +56,16 @@ class SlotSteps(Protocol):
 class EagerSteps:
     """Launches every kernel each time, and waits for it."""
 
-    lag = 0
+    lag, compile_seconds = 0, 0.0
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
 
     def begin(self, addresses: list[Any]) -> None:
         """Do nothing: nothing is kept."""
+
+    def compile_ahead(self, sizes: Sequence[int]) -> None:
+        """Do nothing: nothing is compiled."""
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         self.slots.prefill(prefixes)
@@ -80,11 +91,14 @@ class GraphSteps:
 
     def __init__(self, slots: Slots, compiled: bool) -> None:
         self.slots = slots
+        self.compile_seconds = 0.0  # spent on what has run for the first time: compiling, checking, recording
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
         self._recorded: Any = None
         self._pool: Any = None
         self._capturable = True
+        self._ahead: set[int] = set()  # sizes whose kernels are compiled
         self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
+        self._decoder: dict[nn.Module, Callable[..., Any]] | None = None  # not asked for yet
         self._compiled = compiled
         if compiled:
             slots.draw = torch.compile(slots.draw)
@@ -96,8 +110,32 @@ class GraphSteps:
             self.release()
             self._recorded = recorded
 
+    def compile_ahead(self, sizes: Sequence[int]) -> None:
+        """Compile the kernels of steps of these sizes, and of prompts, at the same time; nothing of it runs.
+
+        Slots must be without sequences.
+        """
+        new = [size for size in sizes if size not in self._ahead]
+        if not new or self.slots.device.type != "cuda":
+            return
+        with self._counted(), self._fused_layers("step"):
+            if not self._compiled or not self._decoder:
+                return
+            with only_compiling() as able:
+                for size in new if able else ():
+                    self.slots.size = size
+                    self.slots.column_1.zero_()
+                    self.slots.step()
+                for rows in _PROMPT_ROWS if able and not self._ahead else ():
+                    self.slots.forward_nothing(rows)
+        self._ahead.update(new)
+
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        self._through_compiler("prefill", lambda: self.slots.prefill(prefixes))
+        if "prefill" in self._layers:
+            self._through_compiler("prefill", lambda: self.slots.prefill(prefixes))
+            return
+        with self._counted():
+            self._through_compiler("prefill", lambda: self.slots.prefill(prefixes))
 
     def run(self, count: int) -> PendingTokens:
         """Launch steps, and the copy of their tokens to the host, which further work need not wait for."""
@@ -122,10 +160,23 @@ class GraphSteps:
             self._graphs.move_to_end(key)
             self._graphs[key].replay()
             return
-        self._through_compiler("step", self.slots.step)  # which also warms kernels up
-        if self._capturable:
+        if not self._capturable:
+            self._through_compiler("step", self.slots.step)
+            return
+        with self._counted():
+            self._through_compiler("step", self.slots.step)  # which also warms kernels up
             with self._fused_layers("step"):
                 self._capture(key)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Add the time inside to `compile_seconds`, less that of the work which waited before."""
+        wait = torch.cuda.synchronize if self.slots.device.type == "cuda" else lambda: None
+        wait()
+        began = time.perf_counter()
+        yield
+        wait()
+        self.compile_seconds += time.perf_counter() - began
 
     def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
         """Run some work with compiled layers, or with eager ones where the compiler fails."""
@@ -146,9 +197,12 @@ class GraphSteps:
             work()
 
     def _fused_layers(self, name: str) -> AbstractContextManager[None]:
-        """Use compiled layers inside, if `compiled` is set; all layers of a class share one compiled forward."""
+        """Use fused layers inside, if `compiled` is set: by our kernels, else by the compiler, once a class."""
         if name not in self._layers and self._compiled:
-            self._layers[name] = _compiled_layers(self.slots.forward, name)
+            forward = self.slots.forward
+            if self._decoder is None:
+                self._decoder = fused_decoder(forward) if _in_half_precision(forward) else {}
+            self._layers[name] = self._decoder or _compiled_layers(forward, name)
         return replaced_forwards(self._layers[name] if self._compiled else {})
 
     def _capture(self, key: Any) -> None:
@@ -175,6 +229,11 @@ class GraphSteps:
         """Drop all graphs and their memory: a pool that no graph uses any more cannot be captured into."""
         self._graphs.clear()
         self._pool = None
+
+
+def _in_half_precision(forward: CachedForward) -> bool:
+    """Return whether a model is sampled on a GPU in half precision: in float32 nothing is rounded otherwise."""
+    return forward.device.type == "cuda" and all(layer.dtype != torch.float32 for layer in forward.layers)
 
 
 def _compiled_layers(forward: CachedForward, name: str) -> dict[nn.Module, Callable[..., Any]]:

@@ -27,6 +27,7 @@ class LayerShape:
     key_width: int
     value_width: int
     dtype: torch.dtype
+    params: AttentionParams
 
 
 class BufferPool:
@@ -63,7 +64,7 @@ class _Shapes:
         self.position_BN = position_BN
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype))
+        self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype, params))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 

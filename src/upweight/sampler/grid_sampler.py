@@ -20,6 +20,8 @@ _SHRINK_BELOW = 0.9  # the share of slots that a smaller grid has at most
 class GridSampler:
     """Draws completions in grids, as many prompts at a time as fit into memory."""
 
+    compile_seconds = 0.0  # nothing is compiled
+
     def __init__(self, decoder: Decoder, prefill_tokens: int) -> None:
         self._decoder, self._prefill_tokens = decoder, prefill_tokens
 

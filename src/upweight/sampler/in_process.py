@@ -132,6 +132,11 @@ class InProcess:
             )
 
     @property
+    def compile_seconds(self) -> float:
+        """Return the seconds that compiling and recording have taken so far."""
+        return self._sampler.compile_seconds
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether a prompt is forwarded once for all its completions."""
         return self._strategy == Strategy.SHARED_PREFIX

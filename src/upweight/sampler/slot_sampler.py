@@ -58,6 +58,11 @@ class SlotSampler:
         """Drop what is cached: the weights have changed."""
         self.cache.clear()
 
+    @property
+    def compile_seconds(self) -> float:
+        """Return the seconds that compiling and recording have taken so far."""
+        return self.steps.compile_seconds
+
     def bytes(self) -> int:
         """Return the memory that is held."""
         return self.slots.arena.bytes()
@@ -88,6 +93,7 @@ class SlotSampler:
             self._weights = addresses, versions
             self.cache.clear()
         self.steps.begin(addresses)
+        self.steps.compile_ahead([size for size in _SIZES if size <= slots])
         _Call(self, prompts, sampling.max_new_tokens, uniform_SN, rows).run()
 
 

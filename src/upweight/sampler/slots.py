@@ -19,16 +19,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.packing import fold
-from upweight.sampler.attention import paged_attention
+from upweight.sampler.attention import CallAttention, Rotation, paged_attention
 from upweight.sampler.draw import draw
 from upweight.sampler.forward import BufferPool, CachedForward
 from upweight.sampler.pages import PAGE
 from upweight.types import Sampling
 
 if torch.cuda.is_available() and find_spec("triton"):
-    from upweight.sampler.attention_kernel import paged_step
+    from upweight.sampler.kernels.draw import DrawState, draw_step
+    from upweight.sampler.kernels.paged_attention import paged_step
 else:
-    paged_step = None
+    paged_step = draw_step = None
 
 # Not cuDNN's, which plans anew for every length of a prompt, for a millisecond in each layer.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -169,22 +170,35 @@ class Slots:
         attend = _Prefilling(self.pools, *map(torch.from_numpy, (forest.end_N, forest.position_N)), *indices)
         self.forward.logits(ids_M[None], position_M[None], attend, torch.zeros(0, dtype=torch.long, device=self.device))
 
+    def forward_nothing(self, rows: int) -> None:
+        """Forward so many tokens as a prompt without attention, so that what is launched for it is compiled."""
+        zeros_1N = torch.zeros(1, rows, dtype=torch.long, device=self.device)
+
+        def attend(call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+            return query.new_zeros(*query.shape[:-1], value.shape[-1])
+
+        self.forward.logits(zeros_1N, zeros_1N, attend, zeros_1N[0, :0])
+
     def step(self) -> None:
         """Draw one more token in every slot."""
         size = self.size
-        table_BT, length_B, token_B = self.table_BT[:size], self.length_B[:size], self.token_B[:size]
+        table_BT, length_B = self.table_BT[:size], self.length_B[:size]
+        kernels = paged_step is not None and length_B.is_cuda
+        attend: CallAttention = (_KernelStep if kernels else _PlainStep)(self.pools, table_BT, length_B)
+        logits_BV = self.forward.logits(self.token_B[:size, None], length_B[:, None], attend, None)
+        sampling = self.sampling
+        truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        if draw_step is None or not kernels or truncates or self.seen_BV is not None:
+            self._draw_tokens(logits_BV)
+            return
+        slots = (x[:size] for x in (self.uniform_BN, self.token_B, length_B, self.drawn_B, self.limit_B))
+        draw_step(logits_BV, sampling.temperature, DrawState(*slots, self.column_1, self.ids_KB, self.logps_KB))
+
+    def _draw_tokens(self, logits_BV: Tensor) -> None:
+        """Draw the token of every slot, and go on with it where tokens are left to draw."""
+        size = self.size
+        token_B, length_B = self.token_B[:size], self.length_B[:size]
         drawn_B, limit_B = self.drawn_B[:size], self.limit_B[:size]
-
-        def attend(call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-            keys, values = self.pools[call]
-            if paged_step is not None and query.is_cuda:
-                return paged_step(query, key, value, (keys, values), (table_BT, length_B), params)
-            page_B = table_BT.gather(1, length_B[:, None] // PAGE)[:, 0].long()
-            keys[page_B, :, length_B % PAGE] = key[:, :, 0]
-            values[page_B, :, length_B % PAGE] = value[:, :, 0]
-            return paged_attention(query, (keys, values), table_BT, length_B, params)
-
-        logits_BV = self.forward.logits(token_B[:, None], length_B[:, None], attend, None)
         number_B1 = drawn_B.clamp(max=self.sizes.new_tokens - 1)[:, None]
         seen_BV = None if self.seen_BV is None else self.seen_BV[:size]
         uniform_B = self.uniform_BN[:size].gather(1, number_B1)[:, 0]
@@ -198,6 +212,46 @@ class Slots:
         self.column_1 += 1
         if seen_BV is not None:
             seen_BV.scatter_(1, token_B[:, None], True)
+
+
+@dataclass(eq=False)
+class _PlainStep:
+    """Attention of the newest token of each slot, whose key and value it stores."""
+
+    pools: Sequence[tuple[Tensor, ...]]
+    table_BT: Tensor
+    length_B: Tensor
+
+    def __call__(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        keys, values = self.pools[call]
+        page_B = self.table_BT.gather(1, self.length_B[:, None] // PAGE)[:, 0].long()
+        keys[page_B, :, self.length_B % PAGE] = key[:, :, 0]
+        values[page_B, :, self.length_B % PAGE] = value[:, :, 0]
+        return paged_attention(query, (keys, values), self.table_BT, self.length_B, params)
+
+
+@dataclass(eq=False)
+class _KernelStep:
+    """The same as one kernel, which can also norm and rotate queries and keys."""
+
+    pools: Sequence[tuple[Tensor, ...]]
+    table_BT: Tensor
+    length_B: Tensor
+
+    def __call__(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        return self._attend(call, query, key, value, params, None)
+
+    def attend_rotated(  # noqa: PLR0917 - as `__call__`, with one argument more
+        self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rotation: Rotation
+    ) -> Tensor:
+        return self._attend(call, query, key, value, params, rotation)
+
+    def _attend(  # noqa: PLR0917
+        self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rotation: Rotation | None
+    ) -> Tensor:
+        keys, values = self.pools[call]
+        assert paged_step is not None
+        return paged_step(query, key, value, (keys, values), (self.table_BT, self.length_B), params, rotation)
 
 
 @dataclass(eq=False)

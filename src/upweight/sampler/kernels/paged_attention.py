@@ -5,10 +5,11 @@ Programs compute the query heads of one slot that share a key head: as many as i
 them, the last with the newest token, which it holds in registers; each runs block by block with an online softmax. The
 last program to finish merges the partial results, always in the same order. Slots that share a prompt read its pages at
 the same time, so that all but the first read them from the cache.
+
+Queries and keys may come as their projections give them: the kernel then applies their norms and the rotation.
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -16,6 +17,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from upweight.engine.attention.rules import AttentionParams
+from upweight.models.kernels.launch import launch
+from upweight.sampler.attention import Rotation
 
 _LONG_KEY = 256  # bytes
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
@@ -30,11 +33,12 @@ def paged_step(
     pools: tuple[Tensor, Tensor],
     at: tuple[Tensor, Tensor],
     params: AttentionParams,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Attend with the newest query, key and value of each slot, all [slots, heads, 1, width], as is the output.
 
     `pools`: keys and values [pages, key heads, tokens of a page, width]; `at`: each slot's pages, and the position of
-    its newest token.
+    its newest token; `rotation`: what is still to be done to query and key.
     """
     keys, values = pools
     table, lengths = at
@@ -46,24 +50,29 @@ def paged_step(
     long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
     # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
     columns, warps, stages = (64, 4, 2) if long else (32, 2, 3) if pairs >= _PROGRAMS else (128, 4, 2)
+    if not long and pairs < _PROGRAMS and _side(width) * key.element_size() <= _LONG_KEY // 2:
+        columns, warps, stages = 32, 1, 3
     columns = min(columns, page)  # which it divides
     capacity = table.shape[1] * page
     parts = max(1, min(max(2 * _PROGRAMS // pairs, capacity // _KEYS), triton.cdiv(capacity, columns), _MOST_PARTS))
     least = _KEYS if pairs >= _PROGRAMS else columns
     partials = torch.empty(pairs * parts * repeat * (_side(value_width) + 2), dtype=torch.float32, device=query.device)
-    launch: Any = _kernel
-    launch[(slots, key_heads, parts)](
+    normed = rotation is not None and rotation.query_norm is not None
+    cos, sin, query_norm, key_norm, epsilon = rotation or Rotation(query, query)
+    launch(
+        _attention_kernel, (slots, key_heads, parts),
         query, key, value, keys, values, table, lengths,
         params.sinks if params.sinks is not None else lengths,
         out, partials, _counters(query.device, triton.next_power_of_2(pairs)), params.scaling, params.softcap or 0.0,
         table.stride(0), query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
-        value.stride(1), least,
+        value.stride(1), least, parts,
+        cos, sin, query_norm if normed else query, key_norm if normed else query, epsilon,
         REPEAT=repeat, ROWS=_side(repeat), COLUMNS=columns, PAGE=page,
         WIDTH=width, WIDTH_UP=_side(width), VALUE_WIDTH=value_width, VALUE_WIDTH_UP=_side(value_width),
         WINDOW=params.rule.window or 0, CHUNK=params.rule.chunk or 0,
         CAPPED=params.softcap is not None, SINKS=params.sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PARTS=parts,
-        num_warps=warps, num_stages=stages,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        ROTARY=rotation is not None, NORMED=normed, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -89,11 +98,30 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _copy_row(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
-    """Copy a row, and return it."""
+def _load_row(
+    at, there, cos_at, sin_at, norm_at, epsilon,
+    WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, ROTARY: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Load the rows at some addresses, with their norm and rotation if these are not done yet."""
     column = tl.arange(0, WIDTH_UP)
-    row = tl.load(source + column, mask=column < WIDTH, other=0.0)
-    tl.store(target + column, row, mask=column < WIDTH)
+    inside = there[:, None] & (column[None, :] < WIDTH)
+    row = tl.load(at[:, None] + column[None, :], mask=inside, other=0.0)
+    if ROTARY:
+        # The other half of a row, which the rotation exchanges with this one.
+        partner = tl.where(column < WIDTH // 2, column + WIDTH // 2, column - WIDTH // 2)
+        other = tl.load(at[:, None] + partner[None, :], mask=inside, other=0.0)
+        if NORMED:
+            scale = 1.0 / tl.sqrt(tl.sum(row.to(tl.float32) * row.to(tl.float32), 1) / WIDTH + epsilon)
+            weight = tl.load(norm_at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            other_weight = tl.load(norm_at + partner, mask=column < WIDTH, other=0.0).to(tl.float32)
+            # rounded as a norm's output is
+            other = (other.to(tl.float32) * scale[:, None] * other_weight[None, :]).to(row.dtype)
+            row = (row.to(tl.float32) * scale[:, None] * weight[None, :]).to(row.dtype)
+        cos = tl.load(cos_at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        sin = tl.load(sin_at + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        sin = tl.where(column < WIDTH // 2, -sin, sin)
+        rotated = row.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]
+        row = rotated.to(row.dtype)
     return row
 
 
@@ -169,7 +197,7 @@ def _attend_keys(
 
 @triton.jit
 def _finish(
-    row_max, total, acc, partials, counters, sinks, out, slot, head, part, count, PARTS: tl.constexpr,
+    row_max, total, acc, partials, counters, sinks, out, slot, head, part, count, parts,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +207,7 @@ def _finish(
     index = slot * tl.num_programs(1) + head
     last = count <= 1
     by_part = REPEAT * (VALUE_WIDTH_UP + 2)
-    ends = partials + (index * PARTS * REPEAT + row) * (VALUE_WIDTH_UP + 2)
+    ends = partials + (index * parts * REPEAT + row) * (VALUE_WIDTH_UP + 2)
     if count > 1:
         last = _store(ends + part * by_part, there, row_max, total, acc, counters + index, count, VALUE_WIDTH_UP)
         if last:
@@ -202,15 +230,16 @@ def _finish(
         )  # fmt: skip
 
 
-@triton.jit
-def _kernel(
+@triton.jit(do_not_specialize=["least", "parts", "table_by_slot"])
+def _attention_kernel(
     query_at, key_at, value_at, keys, values, tables, lengths, sinks, out,
     partials, counters, scaling, softcap, table_by_slot,
     query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head, least,
+    parts, cos_at, sin_at, query_norm, key_norm, epsilon,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROTARY: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     key_heads = tl.num_programs(1)
@@ -222,34 +251,42 @@ def _kernel(
         begin = at // CHUNK * CHUNK
     begin = begin // COLUMNS * COLUMNS
     # Short sequences take fewer programs than there are.
-    each = tl.maximum(tl.cdiv(tl.cdiv(at - begin, PARTS), COLUMNS) * COLUMNS, least)
+    each = tl.maximum(tl.cdiv(tl.cdiv(at - begin, parts), COLUMNS) * COLUMNS, least)
     count = tl.maximum(tl.cdiv(at - begin, each), 1)
     if part >= count:
         return
-    row, in_width = tl.arange(0, ROWS), tl.arange(0, WIDTH_UP)
+    row, in_width, in_value = tl.arange(0, ROWS), tl.arange(0, WIDTH_UP), tl.arange(0, VALUE_WIDTH_UP)
     there = row < REPEAT
-    query = tl.load(
-        query_at + slot * query_by_slot + (head * REPEAT + row)[:, None] * query_by_head + in_width[None, :],
-        mask=there[:, None] & (in_width[None, :] < WIDTH), other=0.0,
+    cos_at, sin_at = cos_at + slot * WIDTH, sin_at + slot * WIDTH
+    query = _load_row(
+        query_at + slot * query_by_slot + (head * REPEAT + row) * query_by_head, there,
+        cos_at, sin_at, query_norm, epsilon, WIDTH, WIDTH_UP, ROTARY, NORMED,
     )  # fmt: skip
     row_max = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
     table = tables + slot * table_by_slot
     if part == count - 1:
-        key_at += slot * key_by_slot + head * key_by_head
-        value_at += slot * value_by_slot + head * value_by_head
+        one = tl.arange(0, 1)
         newest_row = (tl.load(table + at // PAGE).to(tl.int64) * key_heads + head) * PAGE + at % PAGE
-        key = _copy_row(key_at, keys + newest_row * WIDTH, WIDTH, WIDTH_UP)
-        value = _copy_row(value_at, values + newest_row * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
-        newest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
-        row_max, total, acc = _capped(newest, softcap, CAPPED), total + 1.0, acc + value.to(tl.float32)[None, :]
+        key_1W = _load_row(
+            key_at + slot * key_by_slot + head * key_by_head + one, one == 0,
+            cos_at, sin_at, key_norm, epsilon, WIDTH, WIDTH_UP, ROTARY, NORMED,
+        )  # fmt: skip
+        value_1W = _load_row(
+            value_at + slot * value_by_slot + head * value_by_head + one, one == 0,
+            cos_at, sin_at, key_norm, epsilon, VALUE_WIDTH, VALUE_WIDTH_UP, False, False,
+        )  # fmt: skip
+        tl.store(keys + newest_row * WIDTH + in_width[None, :], key_1W, mask=in_width[None, :] < WIDTH)
+        tl.store(values + newest_row * VALUE_WIDTH + in_value[None, :], value_1W, mask=in_value[None, :] < VALUE_WIDTH)
+        newest = tl.sum(query.to(tl.float32) * key_1W.to(tl.float32), 1) * scaling
+        row_max, total, acc = _capped(newest, softcap, CAPPED), total + 1.0, acc + value_1W.to(tl.float32)
     first = begin + part * each
     row_max, total, acc = _attend_keys(
         keys, values, table, head, key_heads, first, tl.minimum(first + each, at), at, query, row_max, total, acc,
         scaling, softcap, COLUMNS, PAGE, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
     )  # fmt: skip
     _finish(
-        row_max, total, acc, partials, counters, sinks, out, slot, head, part, count, PARTS,
+        row_max, total, acc, partials, counters, sinks, out, slot, head, part, count, parts,
         REPEAT, ROWS, VALUE_WIDTH, VALUE_WIDTH_UP, SINKS,
     )  # fmt: skip
