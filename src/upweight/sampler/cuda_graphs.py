@@ -3,7 +3,7 @@
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any, Protocol
@@ -97,6 +97,7 @@ class GraphSteps:
         self._pool: Any = None
         self._capturable = True
         self._ahead: set[int] = set()  # sizes whose kernels are compiled
+        self._prefilled = False
         self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
         self._decoder: dict[nn.Module, Callable[..., Any]] | None = None  # not asked for yet
         self._compiled = compiled
@@ -118,7 +119,8 @@ class GraphSteps:
         new = [size for size in sizes if size not in self._ahead]
         if not new or self.slots.device.type != "cuda":
             return
-        with self._counted(), self._fused_layers("step"):
+
+        def work() -> None:
             if not self._compiled or not self._decoder:
                 return
             with only_compiling() as able:
@@ -128,13 +130,14 @@ class GraphSteps:
                     self.slots.step()
                 for rows in _PROMPT_ROWS if able and not self._ahead else ():
                     self.slots.forward_nothing(rows)
+
+        with self._counted():
+            self._through_compiler("step", work)
         self._ahead.update(new)
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        if "prefill" in self._layers:
-            self._through_compiler("prefill", lambda: self.slots.prefill(prefixes))
-            return
-        with self._counted():
+        first, self._prefilled = not self._prefilled, True
+        with self._counted() if first else nullcontext():
             self._through_compiler("prefill", lambda: self.slots.prefill(prefixes))
 
     def run(self, count: int) -> PendingTokens:
