@@ -19,6 +19,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
+MIXTURE: dict[str, Any] = SHAPE | {
+    "moe_intermediate_size": 192,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "head_dim": 64,
+}
 TEACHER: dict[str, Any] = SHAPE | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
 
 
@@ -32,6 +38,7 @@ class Case:
     budget: int  # ours: distinct tokens in a forward, about what TRL's micro-batch holds with padding
     completions: int = 0  # to sample for each prompt
     new_tokens: int = 0  # of each of them: the end is a token that the model does not have
+    mixture: bool = False  # the model is a mixture of experts, with its load-balancing loss
     distils: bool = False  # there is a teacher, about four times as large
 
 
@@ -40,7 +47,7 @@ def write_case(case: Case, folder: Path, seed: int) -> None:
     work = asdict(case) | {"rows": case.rows(random.Random(seed))}
     (folder / "work.json").write_text(json.dumps(work))
     end = VOCABULARY if case.new_tokens else END
-    _write_model(folder / "model", seed, score_head=case.name == "reward_step", end=end)
+    _write_model(folder / "model", seed, score_head=case.name == "reward_step", end=end, mixture=case.mixture)
     if case.distils:
         _write_model(folder / "teacher", seed + 1, score_head=False, end=end, shape=TEACHER)
 
@@ -101,6 +108,7 @@ CASES = [
     Case("orpo_step", lambda rng: _pairs(rng, 4), micro_batch=4, budget=3072),
     Case("simpo_step", _pairs, micro_batch=4, budget=3072),
     Case("reward_step", _pairs, micro_batch=4, budget=3072),
+    Case("moe_step", _pairs, micro_batch=8, budget=3072, mixture=True),  # DPO; TRL balances routers by micro-batch
     Case("gkd_step", _demonstrations, micro_batch=4, budget=3072, distils=True),
     Case(
         "distillation_whole_step", _many_prompts, micro_batch=8, budget=2560, completions=1, new_tokens=64, distils=True
@@ -113,9 +121,15 @@ def _words(rng: random.Random, length: int) -> list[int]:
 
 
 def _write_model(
-    folder: Path, seed: int, *, score_head: bool, end: int, shape: Mapping[str, Any] = MappingProxyType(SHAPE)
+    folder: Path,
+    seed: int,
+    *,
+    score_head: bool,
+    end: int,
+    shape: Mapping[str, Any] = MappingProxyType(SHAPE),
+    mixture: bool = False,
 ) -> None:
-    """A random Qwen2 and a tokenizer whose word `t7` is token 7, so that TRL's own tokenisation gives our tokens."""
+    """A random model, and a tokenizer whose word `t7` is token 7, so that TRL's own tokenisation gives our tokens."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -125,13 +139,19 @@ def _write_model(
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen2ForSequenceClassification,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
     torch.manual_seed(seed)
     own_end = end if end < VOCABULARY else None
-    config = Qwen2Config(vocab_size=VOCABULARY, eos_token_id=own_end, pad_token_id=1, bos_token_id=None, **shape)
-    config.num_labels = 1
-    (Qwen2ForSequenceClassification if score_head else Qwen2ForCausalLM)(config).save_pretrained(folder)
+    tokens = {"vocab_size": VOCABULARY, "eos_token_id": own_end, "pad_token_id": 1, "bos_token_id": None}
+    if mixture:
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**tokens, **MIXTURE)).save_pretrained(folder)
+    else:
+        config = Qwen2Config(**tokens, **shape)
+        config.num_labels = 1
+        (Qwen2ForSequenceClassification if score_head else Qwen2ForCausalLM)(config).save_pretrained(folder)
     vocabulary = {f"t{n}": n for n in range(VOCABULARY) if n not in (end, 1)} | {"</s>": end, "<pad>": 1}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from bench.ours import METHODS, grpo_units
 from upweight import GRPOConfig, GRPOTrainer
@@ -32,8 +32,9 @@ def random_base(work: dict[str, Any]) -> Any:
     """The case's model in bfloat16."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
+    config = AutoConfig.for_model(work.get("model_type", "qwen2"), vocab_size=work["vocabulary"], **work["shape"])
     with torch.device("cuda"):
-        base = Qwen2ForCausalLM(Qwen2Config(vocab_size=work["vocabulary"], **work["shape"]))
+        base = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     return base
 
@@ -48,7 +49,12 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     else:
         units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
     base = random_base(work)
-    section = AdapterSection(kind="lora", rank=work["lora_r"], alpha=32, target_linear=True) if work["lora_r"] else None
+    section = None
+    if work["lora_r"]:
+        experts = work.get("lora_parameters")
+        section = AdapterSection(
+            kind="lora", rank=work["lora_r"], alpha=32, target_linear=True, target_parameters=experts
+        )
     model = attach_adapter(base, section) if section else base
     model.train()
     optimizer = work.get("optimizer", "adamw_torch")
@@ -56,7 +62,9 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     policy = make_policy(
         model, method, torch.bfloat16, torch.device("cuda"), longest=4096, optim=optim, section=ModelSection()
     )
-    runner = StepRunner(method, policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
+    coefficient = {"router_coefficient": policy.router_coefficient}
+    parts = (policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
+    runner = StepRunner(method, *parts, **coefficient)
     return model, runner, units
 
 

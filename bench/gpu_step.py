@@ -143,7 +143,7 @@ def in_turn(sides: dict[str, Side], steps: int, settle: bool = True) -> dict[str
 
 
 def measure(
-    case: str, trained: Sequence[str], steps: int, peers: Sequence[str], settle: bool = True
+    case: str, trained: Sequence[str], steps: int, peers: Sequence[str], settle: bool = True, **work: Any
 ) -> Iterator[dict[str, Any]]:
     """Our step and TRL's with weights in each of the dtypes `peers`, by turns, on the same tokens; a line for each
     of `trained`, "lora" or "full"."""
@@ -153,7 +153,7 @@ def measure(
             for name in ("ours", *(f"trl_{dtype}" for dtype in peers)):
                 folder = Path(temporary) / f"{what}_{name}"
                 folder.mkdir()
-                (folder / "work.json").write_text(json.dumps(work_of(case, what == "lora")))
+                (folder / "work.json").write_text(json.dumps(work_of(case, what == "lora") | work))
                 theirs = [ROOT / "bench" / "peers" / "trl_gpu_step.py", folder, name.removeprefix("trl_")]
                 command = ["-m", "bench.gpu_ours", folder] if name == "ours" else theirs
                 sides[f"{what}_{name}"] = Side([sys.executable, *command], folder / "log")

@@ -35,6 +35,7 @@ METHODS: dict[str, Method] = {
     "orpo_step": ORPO(),
     "simpo_step": SimPO(nll_weight=0.0),
     "reward_step": ORM(),
+    "moe_step": DPO(),
     "gkd_step": Distill(on_policy=0, divergence="jsd", beta=0.5),
 }
 
@@ -93,7 +94,8 @@ class TrainingPart:
             load_teachers=load_teachers if work["distils"] else None,
         )
         options = policy.token_budget, policy.reference
-        self.runner = StepRunner(method, policy.engine, Accelerator(cpu=True), *options, teachers=policy.teachers)
+        more = {"teachers": policy.teachers, "router_coefficient": policy.router_coefficient}
+        self.runner = StepRunner(method, policy.engine, Accelerator(cpu=True), *options, **more)
 
     def step(self) -> float:
         """Rows, forward, loss and backward of one optimizer step -> the loss; gradients are left on the model."""

@@ -66,6 +66,10 @@ SICK = [
     ("loss rises", PAIRS, {"loss": 0.9}),
     ("teacher does not fit", DISTILLED, {"distill/agreement": 0.02}),
     ("nothing left to learn from the teacher", DISTILLED, {"distill/forward_kl": 1e-7, "distill/reverse_kl": -1e-7}),
+    ("experts collapse", {**PAIRS, "router/max_load": 1.6}, {"router/max_load": 4.0}),
+    ("experts collapse", {**HEALTHY, "router/max_load": 1.6}, {"router/max_load": 4.0}),
+    ("experts unused", HEALTHY, {"router/unused_experts": 0.8}),
+    ("experts unused", PAIRS, {"router/unused_experts": 0.8}),
     ("teacher is worse", DISTILLED, {"distill/teacher_gain": -0.4}),
 ]  # fmt: skip
 

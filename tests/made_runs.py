@@ -133,11 +133,11 @@ def largest_difference(found, right) -> float:
     return max(float((found[name] - right[name]).abs().max()) for name in right)
 
 
-def write_model(folder: Path, **changes) -> Path:
+def write_model(folder: Path, kind: str = "llama", **changes) -> Path:
     """A tiny chat model with its tokenizer."""
     tokenizer = byte_tokenizer("chatml")
     tokenizer.save_pretrained(folder)
-    tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    tiny(kind, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
          bos_token_id=None, **{"num_hidden_layers": 2, **changes}).save_pretrained(folder)  # fmt: skip
     return folder
 

@@ -21,7 +21,7 @@ from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 
 def model() -> Any:
@@ -29,9 +29,10 @@ def model() -> Any:
     torch.manual_seed(0)
     dtype = getattr(torch, sys.argv[2])
     torch.set_default_dtype(dtype)
+    end, kind = None if WHOLE else 0, WORK.get("model_type", "qwen2")
+    config = AutoConfig.for_model(kind, vocab_size=WORK["vocabulary"], eos_token_id=end, **WORK["shape"])
     with torch.device("cuda"):
-        end = None if WHOLE else 0
-        made = Qwen2ForCausalLM(Qwen2Config(vocab_size=WORK["vocabulary"], eos_token_id=end, **WORK["shape"]))
+        made = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     if WORK["name"] == "dpo_step":  # which loads its reference by the model's name
         made.save_pretrained(FOLDER / "model")
@@ -72,7 +73,9 @@ def lora() -> Any:
         return None
     from peft import LoraConfig
 
-    return LoraConfig(r=WORK["lora_r"], lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    targets = {"target_modules": WORK.get("lora_modules", "all-linear")}
+    targets |= {"target_parameters": WORK["lora_parameters"]} if "lora_parameters" in WORK else {}
+    return LoraConfig(r=WORK["lora_r"], lora_alpha=32, task_type="CAUSAL_LM", **targets)
 
 
 def grpo_trainer() -> Any:

@@ -175,6 +175,7 @@ OFFLINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "orpo_step": ("trl.experimental.orpo", "ORPO", {}),
     "simpo_step": ("trl.experimental.cpo", "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
     "reward_step": ("trl", "Reward", {}),
+    "moe_step": ("trl", "DPO", {}),
 }
 
 

@@ -61,7 +61,9 @@ def upweight_train(config, overrides):
 
     set_up_logging()
     try:
-        run_train(config, overrides, resume=False, start=Start(1), stage=None, quiet=False, as_json=False)
+        run_train(
+            config, overrides, resume=False, start=Start(1), stage=None, quiet=False, as_json=False, overwrite=True
+        )
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -48,6 +48,8 @@ __all__ = [
     "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
     "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset", "unpair_preference_dataset",
 ]  # fmt: skip
+_ROLLOUTS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
+_DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrainer")
 
 
 def __getattr__(name: str) -> Any:
@@ -58,9 +60,12 @@ def __getattr__(name: str) -> Any:
         from upweight.data import trl_functions
 
         return getattr(trl_functions, name)
-    from upweight.train.api import configs, distill, grpo, trainers
+    import importlib
 
-    return next(vars(module)[name] for module in (configs, distill, grpo, trainers) if name in vars(module))
+    # Only the modules that the name needs: each config is a class of 150 fields, which takes time to build.
+    modules = ("grpo",) if name in _ROLLOUTS else ("distill",) if name in _DISTILLS else ("configs", "trainers")
+    loaded = (importlib.import_module(f"upweight.train.api.{module}") for module in modules)
+    return next(vars(module)[name] for module in loaded if name in vars(module))
 
 
 def __dir__() -> list[str]:

@@ -6,14 +6,14 @@ follow what is recorded; `metrics(state, logs)` comes before it, and returns met
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.profiler import ProfilerActivity, profile
+from typing import TYPE_CHECKING, Any
 
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.settings import PositiveInt, Section, UserPath, setting
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 
 class CallbackSection(Section):
@@ -78,6 +78,9 @@ class Profiler:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and self._recording is None and state.global_step == self.start:
+            import torch  # `validate` reads this file too, and needs no torch
+            from torch.profiler import ProfilerActivity, profile
+
             device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._recording = profile(activities=[ProfilerActivity.CPU, *device])
             self._recording.start()

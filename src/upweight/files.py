@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from upweight.processes import is_alive
 
@@ -61,3 +62,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def packaged_yaml(file: Path) -> Any:
+    """Return the content of a YAML file of this package."""
+    import yaml  # reward workers import this module and read no YAML
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the parser in C, where it was built: ten times as fast
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=loader)

@@ -1,6 +1,7 @@
 """The package's logger: plain lines on stderr, a status line, and warnings that appear once."""
 
 import logging
+import os
 import sys
 from typing import ClassVar, TextIO
 
@@ -10,6 +11,8 @@ _warned: set[str] = set()
 
 def set_up_logging() -> None:
     """Send the package's log to stderr as plain lines; stdout is for results only."""
+    if not sys.stderr.isatty():  # some libraries draw bars into files and pipes, and none of their own options stops it
+        os.environ.setdefault("TQDM_DISABLE", "1")
     handler = _ClearingHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]

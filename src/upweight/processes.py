@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 PARENT_CHECK_SECONDS = 1.0
+COLLECTED_AFTER = 20_000  # new objects of a process that encodes rows; few of them are in circles
 
 
 def signal_group(group: int, number: int) -> bool:
@@ -46,6 +47,7 @@ def end_this_group() -> NoReturn:
 def keep_pages_shared() -> None:
     """Keep what a forked process has from its parent out of garbage collections, which write to every object's page."""
     gc.freeze()
+    gc.set_threshold(COLLECTED_AFTER)
 
 
 def end_with_parent() -> None:

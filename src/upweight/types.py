@@ -9,6 +9,7 @@ Tensor names end in their axes:
     D  hidden width                                      F  feature width
     C  classes of a score head                           2  (chosen, rejected)
     K  tokens that a teacher lists                       E  hidden width of a teacher
+    L  layers with a router                              X  experts of a layer
 """
 
 import dataclasses
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from upweight.lazy_torch import Tensor, torch
 
 IGNORED = -100  # label of a token without a class
 
@@ -97,10 +98,12 @@ class Batch:
     teacher_ids_TK: Tensor | None = None  # the tokens that a teacher lists, -1 where there are fewer
     teacher_logps_TK: Tensor | None = None  # their log-probs; minus infinity where there are fewer
     teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave
+    # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
+    weight_BN: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
@@ -126,6 +129,10 @@ class Outputs:
     agrees_T: Tensor | None = None  # whether both find the same token most likely
     listed_logps_TK: Tensor | None = None  # the policy's log-probs of `Batch.teacher_ids_TK`
     listed_tail_T: Tensor | None = None  # log of the mass that the policy gives all other tokens
+    # Sums over the tokens of a row, by `Batch.weight_BN`, for each router.
+    router_load_LX: Tensor | None = None  # how often an expert is chosen
+    router_prob_LX: Tensor | None = None  # its probabilities
+    router_entropy_L: Tensor | None = None  # of the routers' distributions
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,12 @@ def test_help_needs_no_heavy_import():
     assert done.stdout.strip() == "[]"
 
 
-def test_validate_needs_no_transformers():
+@pytest.mark.parametrize("name", sorted(file.name for file in SAMPLE.parent.glob("*.yaml")))
+def test_validate_imports_nothing_that_computes(name):
     code = (
         "import sys; from pathlib import Path; from upweight.cli.app import validate;"
-        f"validate(Path({str(SAMPLE)!r}));"
-        "print([m for m in ('transformers', 'datasets', 'peft') if m in sys.modules])"
+        f"validate(Path({str(SAMPLE.parent / name)!r}));"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'peft', 'httpx') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

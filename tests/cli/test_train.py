@@ -59,7 +59,7 @@ def test_json_writes_every_log_to_stdout_and_quiet_nothing(model_folder, tmp_pat
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert rows == [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
-    done = upweight("train", file, "--quiet")
+    done = upweight("train", file, "--quiet", "output_dir=" + str(tmp_path / "other"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -71,22 +71,51 @@ def test_evaluate_prints_one_json_line(model_folder, tmp_path):
     assert "%|" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("adapter", "says"),
-    [("lora", "for the result, add: lora_model_dir={} rl_adapter_ref_model=true"), (None, "are in {}/metrics.jsonl")],
-)
-def test_evaluate_says_that_it_measures_the_start_and_how_to_measure_the_result(model_folder, tmp_path, adapter, says):
-    keys = {"adapter": adapter, "lora_target_linear": True} if adapter else {}
-    file = write_config(tmp_path, model_folder, val_set_size=4, max_steps=2, learning_rate=1e-2, **keys)
+def test_evaluate_measures_what_a_run_trained_and_says_which_weights_it_took(model_folder, tmp_path):
+    keys = {"adapter": "lora", "lora_target_linear": True, "save_steps": 2}
+    file = write_config(tmp_path, model_folder, val_set_size=4, max_steps=4, eval_steps=2, learning_rate=1e-2, **keys)
+    out = tmp_path / "out"
     assert upweight("train", file).returncode == 0
-    done = upweight("evaluate", file)
-    assert says.format(tmp_path / "out") in done.stderr
-    if adapter:
-        overrides = done.stderr.partition("add: ")[2].split()
-        again = upweight("evaluate", file, *overrides)
-        found, logged = json.loads(again.stdout), metrics_of(tmp_path / "out")[-1]
-        assert found["eval_loss"] == pytest.approx(logged["eval_loss"], rel=1e-5)
-        assert "training begins" not in again.stderr
+    before = upweight("evaluate", file)
+    assert f"the model before training; for the result: upweight evaluate {out}" in before.stderr
+    logged = {row["step"]: row["eval_loss"] for row in metrics_of(out) if "eval_loss" in row}
+    for step, arguments in ((4, (out,)), (2, (out, "--checkpoint", 2)), (2, (out / "checkpoint-2",))):
+        done = upweight("evaluate", *arguments)
+        assert "with the adapter in" in done.stderr
+        assert json.loads(done.stdout)["eval_loss"] == pytest.approx(logged[step], rel=1e-5)
+    assert logged[2] != pytest.approx(logged[4], rel=1e-4)
+    missing = upweight("evaluate", out, "--checkpoint", 3)
+    assert (missing.returncode, "Steps there: 2, 4" in missing.stderr) == (2, True)
+    assert "name a run's folder" in upweight("evaluate", file, "--checkpoint", 2).stderr
+    assert "is no folder of a run" in upweight("evaluate", model_folder).stderr
+
+
+def test_evaluate_of_whole_weights_that_were_compared_with_others_is_refused(model_folder, tmp_path):
+    assert upweight("train", write_config(tmp_path, model_folder, val_set_size=4, max_steps=1)).returncode == 0
+    done = upweight("evaluate", tmp_path / "out")
+    assert (done.returncode, "dpo compares with the model before training" in done.stderr) == (2, True)
+
+
+def test_a_used_folder_is_asked_about(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=2, adapter="lora", lora_target_linear=True)
+    assert upweight("train", file).returncode == 0
+    made = upweight("merge-lora", file)
+    assert made.returncode == 0, made.stderr
+    refused = upweight("train", file)
+    assert refused.returncode == 2
+    assert f"output_dir: {tmp_path / 'out'} holds a run of 2 steps, which finished. `--resume`" in refused.stderr
+    assert "give one of them" in upweight("train", file, "--resume", "--overwrite").stderr
+    assert "exists already" in upweight("merge-lora", file).stderr
+    again = upweight("train", file, "--overwrite", "learning_rate=0.05")
+    assert again.returncode == 0, again.stderr
+    assert "merged is of the adapter before this run" in again.stderr
+    merged = tmp_path / "out" / "merged"
+    assert (
+        "merged from an earlier adapter" in upweight("inference", merged, "--prompt", "a", "--max-new-tokens", 1).stderr
+    )
+    remade = upweight("merge-lora", file)
+    assert (remade.returncode, "is made anew" in remade.stderr) == (0, True)
+    assert upweight("train", file, "output_dir=" + str(tmp_path / "other")).returncode == 0
 
 
 @pytest.mark.slow

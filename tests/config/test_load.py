@@ -80,7 +80,7 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         ({"datasets": [{"path": "x", "field_prompt": "p"}]}, "datasets[0].field_prompt: belongs under 'type'"),
         ({"fsdp_config": {"state_dict_type": "FULL_STATE_DIC"}}, "Did you mean 'FULL_STATE_DICT'?"),
         ({"seed": 16**5000}, "must be below 4.29497e+09, got a number of more than 60 digits"),
-        ({"nothing_like_it": 1}, "nothing_like_it: unknown key. docs/config.md lists them all."),
+        ({"nothing_like_it": 1}, "nothing_like_it: unknown key. `upweight docs config` lists them all."),
         ({"optimizer": "adamw_torch_fusd"}, "Did you mean 'adamw_torch_fused'?"),
         ({1: 2}, "1: unknown key."),
         ({"special_tokens": {"pad": "x"}}, "special_tokens.pad: unknown key. Did you mean 'pad_token'?"),

@@ -1,5 +1,7 @@
-"""Columns that an entry names have to be read."""
+"""Columns that an entry names have to be read; processes that encode rows end with the one that started them."""
 
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,9 @@ from datasets import Dataset
 
 from made_tokenizers import encoder
 from upweight.data.sources.open import RowSelection, Table
-from upweight.data.workers import EncodeJob, refuse_unread
+from upweight.data.workers import CHUNK_ROWS, EncodeJob, encode_all, refuse_unread
 from upweight.errors import UserError
+from upweight.processes import is_alive
 
 PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "better": "Yes.", "s": "S", "label": True}
 TALK = {"messages": [{"role": "user", "content": "Why?"}], "chosen": "So.", "better": "Yes.", "rejected": "No."}
@@ -52,3 +55,23 @@ def test_columns_that_are_read_or_missing_are_not(entry, row):
 def test_transforms_read_what_they_like(tmp_path):
     (tmp_path / "own_rows.py").write_text("def transform(cfg):\n    return lambda row: row\n")
     refuse_unread(job({"type": "own_rows.transform", "field_chosen": "better"}, PAIR, Path(tmp_path), rl="dpo"))
+
+
+def test_processes_end_when_the_one_that_started_them_is_killed(tmp_path):
+    lines = ["import os, time", "def keep(row):", f"    open(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close()"]
+    (tmp_path / "slow_rows.py").write_text("\n".join([*lines, "    time.sleep(60)", "    return True"]))
+    made = encoder({"filter": "slow_rows.keep"}, folder=tmp_path, chat_template="chatml", rl="dpo")
+    rows = RowSelection.of(Table(Dataset.from_list([PAIR] * 2 * CHUNK_ROWS)))
+    jobs = [EncodeJob("datasets[0] (rows.jsonl)", False, rows, made)]
+    starter = multiprocessing.get_context("fork").Process(target=lambda: list(encode_all(jobs, 2)))
+    starter.start()
+    deadline = time.monotonic() + 60
+    while len(found := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [int(file.stem) for file in found]
+    assert len(workers) == 2
+    starter.kill()
+    starter.join()
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))

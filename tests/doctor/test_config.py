@@ -51,7 +51,8 @@ def test_a_typo_in_the_columns_is_named_with_its_place(model_folder, tmp_path):
     assert checked.level == "alarm"
     assert "prompts.jsonl" in checked.says
     assert "'prompt'" in checked.says
-    assert "Did you mean 'promt'? The row has promt. `type: {field_prompt: NAME}`" in checked.says
+    assert "Did you mean 'promt'? The row has promt. Add to datasets[0]" in checked.says
+    assert "`type: {field_prompt: promt}`" in checked.says
 
 
 def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_folder, tmp_path):
@@ -101,9 +102,10 @@ def test_a_folder_that_cannot_be_written_is_refused(model_folder, tmp_path):
 def test_an_earlier_run_in_the_folder_is_mentioned(model_folder, tmp_path):
     file = write_online(tmp_path, model_folder)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 3}\n')
     checked = found(file)["output_dir"]
-    assert (checked.level, "--resume" in checked.remedy) == ("note", True)
+    assert (checked.level, "--resume" in checked.remedy, "--overwrite" in checked.remedy) == ("note", True, True)
+    assert "it holds a run of 3 steps" in checked.says
 
 
 def test_every_stage_is_looked_at_with_the_first_ones_model(model_folder, tmp_path):

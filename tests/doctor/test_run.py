@@ -53,6 +53,16 @@ def online(tmp_path, model_folder, keys, trl):
     return load_config(file, [f"trl.{key}={json.dumps(value)}" for key, value in trl.items()])
 
 
+def test_a_young_run_is_not_called_well(tmp_path):
+    rows = run_of({**HEALTHY, "reward": 0.0, "frac_reward_zero_std": 1.0}, steps=8)
+    *_, finding = check_run(recorded(tmp_path, rows, state="done", max_steps=8))
+    assert (finding.level, finding.what) == ("note", "too early")
+    assert "8 steps are too few" in finding.says
+    assert "no signal (from step 20)" in finding.says
+    recorded(tmp_path, run_of({**HEALTHY, "reward": learning}))
+    assert [one.what for one in check_run(tmp_path) if one.level == "ok"][-1] == "health"
+
+
 @pytest.mark.parametrize("name", slow_except(["truncated"], MADE))
 def test_a_run_that_is_made_sick_is_named(name, model_folder, tmp_path):
     keys, trl, remedy = MADE[name]

@@ -4,7 +4,15 @@ from transformers import Qwen2Config
 
 from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
-from upweight.models.memory import GIB, adapter_parameters, estimate, longest, optimizer_bytes, shape_of
+from upweight.models.memory import (
+    GIB,
+    activation_bytes,
+    adapter_parameters,
+    estimate,
+    longest,
+    optimizer_bytes,
+    shape_of,
+)
 
 LORA = AdapterSection(kind="lora", rank=16, target_linear=True)
 
@@ -62,3 +70,11 @@ def test_the_longest_sequence_fits_and_one_more_half_does_not(qwen):
     assert need(qwen, "lora", tokens=2 * most).total <= 0.9 * card
     assert need(qwen, "lora", tokens=3 * most).total > 0.9 * card
     assert longest(qwen, need(qwen, "all"), 8 * GIB, checkpointing=True, sequences=1) == 0
+
+
+def test_a_token_of_a_mixture_takes_memory_for_each_of_its_experts():
+    one, two = (
+        activation_bytes(tiny("qwen3_moe", num_experts_per_tok=count).config, checkpointing=False) for count in (1, 2)
+    )
+    layers, width, inner = 3, 32, 16
+    assert two - one == pytest.approx(2 * layers * (6 * inner + 4 * width), rel=0.05)

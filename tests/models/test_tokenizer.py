@@ -86,7 +86,8 @@ def test_a_path_that_is_not_there_is_named_by_its_own_key(key, section):
         load_tokenizer(ModelSection(**{"base_model": "./nowhere", **section}))
 
 
-def test_mistrals_file_is_read_with_its_tokens(tmp_path):
+@pytest.mark.parametrize("version", [3, 7, 13])
+def test_mistrals_file_is_read_with_its_tokens(version, tmp_path):
     pytest.importorskip("mistral_common")
     vocabulary = [
         {"rank": rank, "token_bytes": base64.b64encode(bytes([rank])).decode(), "token_str": None}
@@ -94,11 +95,12 @@ def test_mistrals_file_is_read_with_its_tokens(tmp_path):
     ]
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     sizes = {"num_vocab_tokens": 256, "default_vocab_size": 276, "default_num_special_tokens": 20}
-    tekken = {"config": {"pattern": pattern, **sizes, "version": "v3"}, "vocab": vocabulary}
+    tekken = {"config": {"pattern": pattern, **sizes, "version": f"v{version}"}, "vocab": vocabulary}
     (tmp_path / "tekken.json").write_text(json.dumps(tekken))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     tokenizer = load_tokenizer(ModelSection(base_model=str(tmp_path), mistral_tokens=True))
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")
+    assert tokenizer.tekken_version == version
     assert tokenizer("a")["input_ids"] == [1, 20 + ord("a")]
     assert tokenizer("<s>[INST]a[/INST]b</s>", add_special_tokens=False)["input_ids"] == [1, 3, 117, 4, 118, 2]
 

@@ -22,6 +22,7 @@ BOTTOM = {
     "user_modules",
     "watchdog",
     "heartbeat",
+    "lazy_torch",
     "version",
 }
 MOST_FILES = 16  # beside __init__.py; more want rooms

@@ -53,5 +53,6 @@ def test_the_wheel_helps_validates_and_trains(tmp_path):
     run(upweight, "train", config, cwd=tmp_path)
     assert [row["step"] for row in metrics_of(tmp_path / "out")] == [1, 2]
     assert (tmp_path / "out" / "report.html").is_file()
+    assert run(upweight, "docs", "grpo", cwd=tmp_path) == (ROOT / "docs" / "grpo.md").read_text()
     run(upweight, "init", "grpo", tmp_path / "start", cwd=tmp_path)
     assert run(upweight, "validate", tmp_path / "start" / "config.yaml", cwd=tmp_path) == "ok\n"

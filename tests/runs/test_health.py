@@ -12,7 +12,7 @@ from made_health import HEALTHY, PAIRS, SICK, learning, run_of
 from slow_cases import slow_except
 from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
-from upweight.runs.health import REPEAT_AFTER, RULES, verdicts
+from upweight.runs.health import REPEAT_AFTER, RULES, too_early, verdicts
 from upweight.train.recording.callbacks import HealthCallback
 
 
@@ -35,6 +35,15 @@ def test_each_sickness_is_named_once_and_nothing_else_is(name, healthy, sick, ev
 
 def test_every_rule_has_a_sick_run():
     assert {rule.name for rule in RULES} - {name for name, *_ in SICK} == {"overfitting"}
+
+
+def test_rules_without_enough_steps_are_too_early_and_not_silent():
+    rows = run_of({**HEALTHY, "reward": 0.0, "frac_reward_zero_std": 1.0}, steps=12)
+    waiting = {one.name: (one.level, one.step) for one in too_early(rows)}
+    assert waiting["no signal"] == ("alarm", 20)
+    assert "solved" not in waiting  # which judges from step 10 on
+    assert too_early(run_of(HEALTHY, steps=300)) == []
+    assert too_early([]) == []
 
 
 def test_healthy_runs_are_left_alone():

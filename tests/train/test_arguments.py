@@ -76,6 +76,7 @@ REACHES = [
     ({"max_grad_norm": 0.5}, {"max_grad_norm": 0.5}),
     ({"full_determinism": True}, {"full_determinism": True}),
     ({**EVALUATED, "eval_on_start": True}, {"eval_on_start": True}),
+    ({**EVALUATED, "eval_samples": 2}, {"eval_on_start": True}),
     ({"seed": 7}, {"seed": 7, "data_seed": 7}),
     ({"torch_empty_cache_steps": 4}, {"torch_empty_cache_steps": 4}),
     ({"ddp_timeout": 99}, {"ddp_timeout": 99}),

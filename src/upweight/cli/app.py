@@ -8,8 +8,11 @@ from typing import Annotated
 
 import typer
 
-from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, Runs, TrainedTarget
+from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, TrainedTarget
 from upweight.cli.distill import distill_log
+from upweight.cli.docs import docs
+from upweight.cli.report import report, watch
+from upweight.cli.starter.new import new
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -31,12 +34,14 @@ def validate(
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
     """Check a config without touching anything else."""
-    from upweight.cli.inputs import load_with_notices
+    from upweight.cli.inputs import load_with_notices, unread_columns
     from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
 
-    loaded = load_with_notices(config, overrides, fragment=fragment)
+    loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
+    for problem in unread_columns(loaded):
+        warn_once(problem)
     if not fragment:
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
@@ -67,6 +72,8 @@ def preprocess(
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
+for command in (docs, new, report, watch):
+    app.command()(command)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -90,6 +97,7 @@ def train(
     overrides: Overrides = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in output_dir.")] = False,
     allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
     launcher: Annotated[
@@ -110,15 +118,21 @@ def train(
     extra = tuple(launcher_arguments or ())
     start = Start(num_processes, launcher, nodes, node_rank, master_address, master_port, extra)
     overrides = [*(overrides or []), *(["allow_changed_data=true"] if allow_changed_data else [])]
-    run_train(config, overrides, resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
+    shown = {"quiet": quiet, "as_json": as_json}
+    run_train(config, overrides, resume=resume, overwrite=overwrite, start=start, stage=stage, **shown)
 
 
 @app.command(**TAKES_OVERRIDES)
-def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Processes = None) -> None:
-    """Print the metrics of a config's model on its evaluation data as one JSON object."""
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="Run folder, or a config, untrained.")],
+    overrides: Overrides = None,
+    checkpoint: Annotated[int | None, typer.Option(min=0, help="Step of a checkpoint of the run.")] = None,
+    num_processes: Processes = None,
+) -> None:
+    """Print metrics on held-out data: of what a run trained, or of a config's model as it is."""
     from upweight.cli.train import Start, run_evaluate
 
-    run_evaluate(config, overrides or [], start=Start(num_processes))
+    run_evaluate(target, overrides or [], checkpoint=checkpoint, start=Start(num_processes))
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -277,34 +291,6 @@ def doctor(
     from upweight.cli.doctor import run
 
     raise typer.Exit(run(target, overrides or [], as_json=as_json))
-
-
-@app.command()
-def report(
-    runs: Runs,
-    output: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder otherwise.")] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
-) -> None:
-    """Write a run's page: curves, completions, verdicts; or compare runs."""
-    from upweight.cli.report import open_page, run_folder
-    from upweight.runs.report.page import write_report
-
-    path = write_report([run_folder(run) for run in runs], output)
-    print(path)
-    if open_it:
-        open_page(path.resolve().as_uri())
-
-
-@app.command()
-def watch(
-    runs: Runs,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; a free one otherwise.")] = None,
-    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
-) -> None:
-    """Serve a run's page while it trains, on this machine only."""
-    from upweight.cli.report import run_watch
-
-    run_watch(runs, port=port, open_it=open_it)
 
 
 @app.command()

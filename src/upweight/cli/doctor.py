@@ -3,10 +3,14 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from upweight.cli.inputs import read_config
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
+
+if TYPE_CHECKING:
+    from upweight.doctor.findings import Finding
 
 MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "alarm": "ALARM  "}
 
@@ -38,5 +42,11 @@ def run(target: str | None, overrides: list[str], *, as_json: bool) -> int:
         print(f"{MARKS[finding.level]} {finding.what}: {finding.says}")
         if finding.remedy:
             print(f"{'':8}{'remedy' if finding.wrong else 'hint'}: {finding.remedy}")
-    print(f"\n{wrong} of {len(findings)} findings need action" if wrong else "\nnothing is wrong")
+    print(f"\n{wrong} of {len(findings)} findings need action" if wrong else _all_well(findings))
     return int(wrong > 0)
+
+
+def _all_well(findings: "list[Finding]") -> str:
+    """The last line where nothing needs action; a young run is not called well before it can be judged."""
+    early = any(finding.what.endswith("too early") for finding in findings)
+    return "\nnothing is wrong so far; it is too early to judge all of it" if early else "\nnothing is wrong"

@@ -12,9 +12,9 @@ from upweight.config import Config, load_config, parse_config
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
+from upweight.data.columns import first_row, mapping, misses_columns
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.runs.checkpoints import refuse_damaged
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -28,9 +28,12 @@ class TrainedModel:
     config: Config  # of the run that trained it if known, else the keys of the command line
 
 
-def load_with_notices(path: Path, overrides: list[str] | None, *, fragment: bool = False) -> Config:
+def load_with_notices(
+    path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True
+) -> Config:
     """Load a config and show its notices as warnings."""
-    config = read_config(path, overrides or [], fragment=fragment)
+    read = read_config if asks_hub else load_config
+    config = read(path, overrides or [], fragment=fragment)
     for notice in config.notices:
         warn_once(notice)
     return config
@@ -68,6 +71,24 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     return client
 
 
+def unread_columns(config: Config) -> Iterator[str]:
+    """Yield what is amiss with the columns of local files, by their first rows, and the mapping that reads them."""
+    for stage in config.stages or (config,):
+        kind = stage.method.formats()
+        for number, entry in enumerate(stage.data.datasets):
+            if entry.type is not None or type(stage.method).read_row is not None or not entry.path:
+                continue
+            files = (Path(entry.path).expanduser(), stage.folder / entry.path)
+            row = next((first_row(file) for file in files if file.is_file()), None)
+            if row is not None and misses_columns(kind, row):
+                found = mapping(kind, row)
+                remedy = (
+                    f"Add to it: `{found}`" if found else "`type` maps columns of other names (upweight docs formats)"
+                )
+                problem = f"{entry.path} has {', '.join(row)}, which '{stage.method.name}' does not read"
+                yield f"datasets[{number}]: {problem}. {remedy}"
+
+
 def find_trained(target: str, overrides: list[str], *, or_base: bool = False) -> TrainedModel:
     """Return the model that a config trained (with `or_base` else its base), or the one of a folder or the hub."""
     path = Path(target).expanduser()
@@ -84,7 +105,11 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         return TrainedModel(config.model, None, config)
     if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
         raise UserError(f"{target}: there is neither a config nor a folder of that name")
+    from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
+
     refuse_damaged(path)
+    if merge_is_stale(path):
+        warn_once(f"{path} was merged from an earlier adapter: make it anew with `upweight merge-lora`")
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
         return _of_run(path, read_config(run, overrides))

@@ -3,16 +3,70 @@
 import contextlib
 import os
 import sys
+import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from upweight.cli.arguments import Runs
 from upweight.errors import UserError
-from upweight.runs.report.live import HERE, open_page_server
+
+EVERY_SECONDS = 2.0  # between two looks at a run
+CLEAR = "\x1b[2J\x1b[H"  # empties the terminal
+
+
+def report(
+    runs: Runs,
+    output: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder otherwise.")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write a run's page: curves, completions, verdicts; or compare runs."""
+    from upweight.runs.report.page import write_report
+
+    path = write_report([run_folder(run) for run in runs], output)
+    print(path)
+    if open_it:
+        open_page(path.resolve().as_uri())
+
+
+def watch(
+    runs: Runs,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; a free one otherwise.")] = None,
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+    text: Annotated[bool, typer.Option("--text", help="Show it in this terminal instead.")] = False,
+) -> None:
+    """Show a run while it trains: its page on this machine only, or text."""
+    if text:
+        if port is not None:
+            raise UserError("--port: --text opens none; leave one of them out")
+        watch_text(runs)
+    else:
+        run_watch(runs, port=port, open_it=open_it)
+
+
+def watch_text(runs: Sequence[Path]) -> None:
+    """Draw runs as text until they have ended or Ctrl-C; where nobody looks (a file, a pipe), once."""
+    from upweight.runs.report.page import PageReader
+    from upweight.runs.report.text import is_over, text_page
+
+    reader = PageReader([run_folder(run) for run in runs])
+    live = sys.stdout.isatty()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            data = reader.read()
+            print((CLEAR if live else "") + text_page(data), end="", flush=True)
+            if not live or is_over(data):
+                return
+            time.sleep(EVERY_SECONDS)
 
 
 def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
     """Serve the page on this machine until Ctrl-C."""
+    from upweight.runs.report.live import HERE, open_page_server
+
     folders = [run_folder(run) for run in runs]
     for folder in folders:
         if not folder.exists():

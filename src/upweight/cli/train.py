@@ -15,19 +15,33 @@ from upweight.config import Config
 from upweight.config.yaml_file import read_yaml
 from upweight.errors import UserError
 from upweight.log import logger, quiet_transformers
-from upweight.runs.checkpoints import DATA, checkpoints_of
-from upweight.runs.files import METRICS, read_json
+from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
+from upweight.runs.files import CONFIG, METRICS, read_json
+from upweight.runs.record import TRAINED, earlier_run
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
 
 def run_train(
-    path: Path, overrides: list[str], *, resume: bool, start: Start, stage: int | None, quiet: bool, as_json: bool
+    path: Path,
+    overrides: list[str],
+    *,
+    resume: bool,
+    start: Start,
+    stage: int | None,
+    quiet: bool,
+    as_json: bool,
+    overwrite: bool = False,
 ) -> None:
     """Train what a config describes, or one of its stages; `quiet` and `as_json` leave only warnings on stderr."""
     if quiet or as_json:
         logger.setLevel(logging.WARNING)
     config = _load_config(path, overrides)
-    options = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
+    if resume and overwrite:
+        raise UserError("--resume continues the run in output_dir, --overwrite replaces it: give one of them")
+    if not overwrite and stage is None and start.node_rank == 0:
+        _refuse_used_folder(config, resume=resume)
+    flags_of = (("--quiet", quiet), ("--json", as_json), ("--overwrite", overwrite))
+    options = [option for option, wanted in flags_of if wanted]
 
     def train_one(number: int | None, resume_it: bool) -> None:
         """Train a stage, or a config without stages, with ranks or in this process."""
@@ -55,31 +69,78 @@ def run_train(
     train_stages(config, train_one, resume=resume or config.run.auto_resume)
 
 
-def run_evaluate(path: Path, overrides: list[str], *, start: Start) -> None:
-    """Print the metrics of a config's model on its evaluation data as one JSON object."""
+def _refuse_used_folder(config: Config, *, resume: bool) -> None:
+    """Raise where a new run would replace the model and metrics of another."""
+    if resume or is_rank():  # the process that starts ranks has looked
+        return
+    for stage in config.stages or (config,):
+        folder = Path(stage.run.output_dir)
+        goes_on = stage.run.auto_resume or stage.run.resume_from is not None
+        if not goes_on and (found := earlier_run(folder)) is not None:
+            ways = "`--resume` continues it, `--overwrite` trains anew and replaces its model and metrics"
+            raise UserError(f"output_dir: {folder} holds {found}. {ways}; or set another: output_dir=NAME.")
+
+
+def run_evaluate(target: Path, overrides: list[str], *, start: Start, checkpoint: int | None = None) -> None:
+    """Print the metrics of a config's model, or of what a run trained, on its evaluation data as one JSON object."""
+    path, weights = target, None
+    if target.is_dir():
+        path, weights = _run_to_evaluate(target, checkpoint)
+    elif checkpoint is not None:
+        raise UserError("--checkpoint: name a run's folder (the output_dir of its config) in place of the config")
     config = _load_config(path, overrides)
+    if weights is not None:
+        overrides = [*_trained_keys(config, weights), *overrides]
+        config = _load_config(path, overrides)
     code = _launch_ranks(["evaluate", str(path), *overrides], start)
     if code is not None:
         sys.exit(code)
     with _as_one_of_many():
         from upweight.train.run import evaluate
 
-        _warn_if_untrained(config)
+        logger.info("evaluates %s", _weights_taken(config))
         metrics = evaluate(config)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(metrics))
 
 
-def _warn_if_untrained(config: Config) -> None:
-    """Warn that the initial model is evaluated if a trained one exists."""
-    folder, compares = Path(config.run.output_dir), config.method.needs_reference
-    if (folder / ADAPTER).is_file() and config.adapter.folder is None:
-        remedy = f"for the result, add: lora_model_dir={folder}" + (" rl_adapter_ref_model=true" if compares else "")
-    elif (folder / "config.json").is_file() and Path(config.model.base_model or "") != folder:
-        remedy = f"its metrics are in {folder / METRICS}" if compares else f"for the result, add: base_model={folder}"
-    else:
-        return
-    logger.warning("this evaluates the model before training; %s", remedy)
+def _run_to_evaluate(folder: Path, checkpoint: int | None) -> tuple[Path, Path]:
+    """Return the config of a run, and the folder of the weights that are evaluated."""
+    run = folder.parent if step_of(folder) is not None else folder
+    if not (run / CONFIG).is_file():
+        remedy = f"Name the output_dir of a run, which holds {CONFIG}, or a config"
+        raise UserError(f"{folder}: is no folder of a run. {remedy}.")
+    weights = folder if checkpoint is None else run / f"checkpoint-{checkpoint}"
+    if not weights.is_dir():
+        there = ", ".join(str(step) for step, _ in reversed(checkpoints_of(run))) or "none"
+        raise UserError(f"--checkpoint {checkpoint}: {run} has no such checkpoint. Steps there: {there}.")
+    refuse_damaged(weights)
+    if not any((weights / name).is_file() for name in TRAINED):
+        problem = "holds no model: it holds shards, or the run has not ended"
+        raise UserError(f"{weights}: {problem}. `upweight train CONFIG --resume` finishes it.")
+    return run / CONFIG, weights
+
+
+def _trained_keys(config: Config, weights: Path) -> list[str]:
+    """Return the overrides that put the weights of a run in the place of those that it began with."""
+    compares = config.method.needs_reference
+    if (weights / ADAPTER).is_file():
+        return [f"lora_model_dir={weights}", *(["rl_adapter_ref_model=true"] if compares else [])]
+    if compares:
+        why = f"{config.method.name} compares with the model before training, which trained weights have replaced"
+        raise UserError(f"{weights}: {why}. The run's own evaluations are in {weights.parent / METRICS}.")
+    return [f"base_model={weights}"]
+
+
+def _weights_taken(config: Config) -> str:
+    """Say which weights are evaluated, and how to evaluate those that the config trained, where there are any."""
+    if config.adapter.folder is not None:
+        return f"{config.model.base_model} with the adapter in {config.adapter.folder}"
+    folder = Path(config.run.output_dir)
+    trained = folder.is_dir() and any((folder / name).is_file() for name in TRAINED)
+    if Path(config.model.base_model or "") == folder or not trained:
+        return str(config.model.base_model)
+    return f"{config.model.base_model}, the model before training; for the result: upweight evaluate {folder}"
 
 
 def _load_config(path: Path, overrides: list[str]) -> Config:

@@ -4,9 +4,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
+from upweight.files import packaged_yaml
 
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = packaged_yaml(Path(__file__).with_suffix(".yaml"))
 NO_EFFECT: dict[str, list[str]] = TABLES["no_effect"]
 SATISFIED: dict[str, str] = {key: reason for reason, keys in NO_EFFECT.items() for key in keys}
 PACKED, FUSED_HEAD = SATISFIED["sample_packing"], SATISFIED["trl.use_liger_loss"]

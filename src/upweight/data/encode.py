@@ -1,12 +1,14 @@
 """Turns raw rows into prepared records: first by a dataset format, then by the tokenizer."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.view import ConfigView
+from upweight.data.chat_rows import read_as_messages
 from upweight.data.examples import Example, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
 from upweight.data.raw_row import Record, Row, RowError
@@ -76,6 +78,8 @@ class Encoder:
     def __init__(self, setup: Setup, transform: Transform | None, row_filter: RowFilter | None = None) -> None:
         self.setup, self.transform, self.filter = setup, transform, row_filter
         self.read = format_of(setup.method.formats(), None if transform else setup.entry.type)
+        if setup.entry.as_messages:
+            self.read = partial(read_as_messages, format_of(setup.method.formats(), None))
         functions = [function.source_text for function in (transform, row_filter) if function]
         functions += [source_of(setup.teacher_prompt)] if setup.teacher_prompt else []
         self.source_text = "".join([setup.template.source or "", *functions])

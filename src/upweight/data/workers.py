@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from upweight.config.sections.data import UserFormat
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
+from upweight.data.columns import ROLES, mapping
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
-from upweight.processes import keep_pages_shared
+from upweight.processes import end_with_parent, keep_pages_shared
 from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
@@ -36,12 +37,6 @@ LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
 OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
-RENAMED = {  # columns that a `type` mapping can name, by the kind of data
-    "pairs": ("prompt", "chosen", "rejected"),
-    "labelled": ("prompt", "completion", "label"),
-    "text": ("instruction", "output"),
-    "prompts": ("prompt",),
-}
 # Keys of an entry that name a column.
 NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field", "text_column")
 
@@ -112,7 +107,7 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
             yield encode_chunk(jobs, *task)
         return
     # Forked processes get the jobs without their being pickled.
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_process, (jobs,))
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), start_process, (jobs,))
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
@@ -133,18 +128,20 @@ def lost_process() -> UserError:
     return UserError(f"dataset_num_proc: {problem}. Set a lower number.")
 
 
-_jobs_of_process: list[EncodeJob] = []
+jobs_of_process: list[EncodeJob] = []
 
 
-def _start_process(jobs: Sequence[EncodeJob]) -> None:
+def start_process(jobs: Sequence[EncodeJob]) -> None:
+    """Set up a forked process that encodes rows of these jobs."""
     # The processes already keep all cores busy; threads inside them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _jobs_of_process.extend(jobs)
+    jobs_of_process.extend(jobs)
     keep_pages_shared()
+    end_with_parent()
 
 
 def _encode_in_process(number: int, start: int) -> Chunk:
-    return encode_chunk(_jobs_of_process, number, start)
+    return encode_chunk(jobs_of_process, number, start)
 
 
 def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
@@ -248,16 +245,20 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
-        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job)}"
+        columns = (
+            f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, list(map(str, content)))}"
+        )
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _rename_advice(job: EncodeJob) -> str:
-    """Return the advice on how to read columns with other names."""
+def _rename_advice(job: EncodeJob, columns: Sequence[str]) -> str:
+    """Return the advice on how to read columns with other names: the mapping to paste where they can be recognised."""
     kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
-    fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
+    if job.encoder.setup.entry.type is None and (found := mapping(kind, columns)) is not None:
+        return f"Add to {job.where}: `{found}`"
+    fields = ", ".join(f"field_{name}: NAME" for name in ROLES.get(kind, ()))
     options = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
     return f"{' or '.join([*options, '`type: file.function`, a transform'])} reads columns of other names"
 

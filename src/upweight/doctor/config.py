@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-import torch
 from transformers import AutoConfig
 
 from upweight.config import Config
@@ -18,23 +16,15 @@ from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
-from upweight.models.load import compute_dtype, load_failures, load_model_config
-from upweight.models.memory import (
-    GIB,
-    HEAD_CHUNK,
-    LESS_MEMORY,
-    USABLE_SHARE,
-    Memory,
-    estimate,
-    keeps_start,
-    shape_of,
-    teacher_bytes,
-)
+from upweight.models.load import load_failures, load_model_config
+from upweight.models.memory import GIB, LESS_MEMORY, Memory
+from upweight.models.memory_plan import plan_memory
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
-from upweight.runs.files import METRICS, unwritable_reason
+from upweight.runs.files import unwritable_reason
+from upweight.runs.record import earlier_run
 from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
 
@@ -84,33 +74,13 @@ def _keys(state: CheckState) -> Iterator[Finding]:
 
 def _memory(state: CheckState) -> Iterator[Finding]:
     """Compare the memory estimate with the GPU's memory, or with host memory where there is no GPU."""
-    config, online = state.config, state.config.method.online_settings
-    # The tokens of the smallest possible forward: one row of the data at its longest.
-    tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
-    if online is not None:
-        tokens = online.max_completion_length + (config.data.max_prompt_length or 512)
-    kind, optim = config.adapter.kind or "all", config.optim
-    need = estimate(
-        shape_of(config.model, config.method.head), kind, config.adapter, optimizer=optim.optimizer,
-        reference=keeps_start(config), checkpointing=optim.gradient_checkpointing, tokens=tokens,
-        teachers=teacher_bytes(config), offload=optim.reference_offloading,
-    )  # fmt: skip
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value
-    shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-    activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
-    state.memory = Memory(need.weights * width / shards, need.training / shards, activations)
-    available = USABLE_SHARE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
-    where = "the GPU" if on_gpu else "this machine"
-    total = state.memory.total
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(state.memory).items())
-    evidence = {"needed_gib": round(total / GIB, 2), "there_gib": round(available / GIB, 2)}
-    says = f"about {total / GIB:.1f} GiB ({parts}); {where} has {available / GIB:.1f} available"
-    if total > available:
-        yield Finding("alarm", "memory", f"{says}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
+    plan = plan_memory(state.config)
+    state.memory = plan.need
+    evidence = {"needed_gib": round(plan.need.total / GIB, 2), "there_gib": round(plan.available / GIB, 2)}
+    if plan.fits:
+        yield Finding("ok", "memory", plan.line(), evidence=evidence)
     else:
-        yield Finding("ok", "memory", says, evidence=evidence)
+        yield Finding("alarm", "memory", f"{plan.line()}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
 
 
 def _data(state: CheckState) -> Iterator[Finding]:
@@ -218,8 +188,8 @@ def _output_dir(state: CheckState) -> Iterator[Finding]:
     if needed > free:
         remedy = "lower save_total_limit, set save_only_model, or set another output_dir"
         yield Finding("warning", "output_dir", says, remedy)
-    elif (folder / METRICS).is_file():
-        says += "; it holds an earlier run; a new run replaces its metrics"
-        yield Finding("note", "output_dir", says, "resume it with --resume, or set another output_dir")
+    elif earlier_run(folder) is not None:
+        remedy = "train with --resume to continue it, with --overwrite to replace it, or set another output_dir"
+        yield Finding("note", "output_dir", f"{says}; it holds {earlier_run(folder)}", remedy)
     else:
         yield Finding("ok", "output_dir", says)

@@ -10,7 +10,7 @@ from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, read_json, this_machine
-from upweight.runs.health import verdicts
+from upweight.runs.health import too_early, verdicts
 from upweight.runs.report.run import folders_of, run_status
 
 MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
@@ -76,8 +76,15 @@ def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         evidence = {key: value for key, value in asdict(verdict).items() if key not in ("name", "level", "remedy")}
         says = f"{verdict.seen()}, at step {verdict.step}"
         yield Finding("alarm" if verdict.level == "alarm" else "warning", verdict.name, says, verdict.remedy, evidence)
-    if not warnings:
-        yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
+    waiting = too_early(rows)
+    rules = ", ".join(f"{one.name} (from step {one.step})" for one in waiting)
+    if any(one.level == "alarm" for one in waiting):
+        steps = f"{max(row['step'] for row in rows)} steps are too few for {len(waiting)} rules"
+        evidence = {"waiting": [one._asdict() for one in waiting]}
+        yield Finding("note", "too early", f"{steps}: {rules}", evidence=evidence)
+    elif not warnings:
+        says = f"no health rule reports a problem in {len(rows)} logged rows"
+        yield Finding("ok", "health", says + (f"; too early for {rules}" if rules else ""))
 
 
 def _resume_advice(whole: int | None) -> str:

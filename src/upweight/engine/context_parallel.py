@@ -28,6 +28,15 @@ class ContextGroup:
     rank: int
     size: int
 
+    def slice(self, values_BN: Tensor) -> Tensor:
+        """Return this rank's slice of a row's values, padded with zeros."""
+        padded = F.pad(values_BN, (0, -values_BN.shape[-1] % self.size))
+        return padded.chunk(self.size, -1)[self.rank].contiguous()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of the values of all ranks; each rank gets the gradient of its own."""
+        return cast(Tensor, _SumRanks.apply(values, self.group))
+
     def shard(self, positions_T: Tensor, length: int) -> "PositionShard":
         """Return which of these positions in a row of `length` tokens lie in this rank's slice."""
         slice_length = -(-length // self.size)
@@ -69,8 +78,7 @@ class ShardedTree(Tree):
 
     def local(self, values_XN: Tensor) -> Tensor:
         """Return this rank's slice of a row's values, padded with zeros."""
-        padded = F.pad(values_XN, (0, len(self.end_N) - values_XN.shape[-1]))
-        return padded.chunk(self.context.size, -1)[self.context.rank].contiguous()
+        return self.context.slice(values_XN)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Compute the attention of this rank's tokens, by attention of all tokens under this rank's heads."""
@@ -112,6 +120,20 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         return _AllToAll.apply(grad_outputs[0], *ctx.back), None, None, None
+
+
+class _SumRanks(torch.autograd.Function):
+    """Sums the ranks' values; the gradient, which is the same on all ranks, goes back to each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        return grad_outputs[0], None
 
 
 class _GatherPositions(torch.autograd.Function):

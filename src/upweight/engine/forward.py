@@ -25,9 +25,11 @@ from upweight.engine.logits import (
     token_statistics,
 )
 from upweight.engine.packing import Layout
+from upweight.engine.router import router_loss_of, router_statistics
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.kernels.expert_lora import add_expert_adapters
 from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
 from upweight.models.patches import add_adapters_in_place, end_shard_group, rope_row_lengths
@@ -58,9 +60,11 @@ class Engine:
                 raise UserError(f"context_parallel_size: cannot share {name}, whose rows are padded; set it to 1")
         self.config = base.config
         self.scores = base.get_output_embeddings() is None
+        self.router_loss = None if self.scores else router_loss_of(base)
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         _install_forward(base)
         add_adapters_in_place(model)
+        add_expert_adapters(model)
         fuse_layers(model)
 
     def __call__(
@@ -75,12 +79,14 @@ class Engine:
         head: bool = True,
         teacher: Teacher | None = None,
         divergence: Divergence = WITHOUT_TEACHER,
+        routers: bool = False,
     ) -> Outputs:
         """Run `model` (as wrapped for training) on a batch; return log-probs and `statistics`, or scores.
 
         `depths` adds hidden states, each at a fraction of the model's depth, at the scored positions or at
         `feature_positions_T`; `head=False` computes nothing else, and without depths the states below the head.
         `teacher` and `divergence`: what the scored tokens are compared with, for the statistics of both.
+        `routers` adds how the routers of a mixture share out the tokens, each counted by `weight_BN`.
         """
         unknown = statistics - {*STATISTICS, *COMPARED, *LISTED}
         assert not unknown, f"unknown statistics {sorted(unknown)}"
@@ -95,6 +101,8 @@ class Engine:
             "head": head,
             "teacher": teacher,
             "divergence": divergence,
+            "weight_BN": batch.weight_BN if routers else None,
+            "top_k": self.router_loss.top_k if routers and self.router_loss is not None else 0,
         }
         return Outputs(**model(packed=packed))
 
@@ -155,8 +163,12 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     if packed["teacher"] is not None:
         local["teacher"] = packed["teacher"].rows(scored.computed_I)
         local["divergence"] = replace(packed["divergence"], summed=False)  # what a rank computes in vain counts nothing
+    if packed["weight_BN"] is not None:
+        local["weight_BN"] = context.slice(packed["weight_BN"])
     out = _local_outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
-    return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
+    joined = {name: context.sum(value) for name, value in out.items() if name.startswith("router_")}
+    shards = {name: featured if name == "features_TF" else scored for name in out if name not in joined}
+    return joined | {name: shard.gather(out[name]) for name, shard in shards.items()}
 
 
 def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
@@ -171,7 +183,7 @@ def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, T
         scored = lambda body: _run_body(body, base, packed)[0].flatten(0, 1)[packed["source_T"]]  # noqa: E731
         return {"scores_TC": scores_at(base, len(packed["source_T"]), scored)}
     body = _run_body(backbone_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
-    out: dict[str, Tensor] = {}
+    out = _router_outputs(body, packed)
     if packed["depths"]:
         states = body.hidden_states
         picked = [states[int(depth * (len(states) - 1))].flatten(0, 1) for depth in packed["depths"]]
@@ -180,10 +192,17 @@ def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, T
     if not packed["head"]:
         if head is not None:
             end_shard_group(head, hidden_TD)
-        return out or {"features_TF": hidden_TD}
+        return {"features_TF": hidden_TD} | out
     assert head is not None
     given = {"vocabulary": base.config.get_text_config().vocab_size, "teacher": packed["teacher"]}
     return out | head(hidden_TD, target=packed["target_T"], request=request, **given)
+
+
+def _router_outputs(output: Any, packed: dict[str, Any]) -> dict[str, Tensor]:
+    """Return how routers shared out the tokens, from the output of a body or a model; nothing unless requested."""
+    if packed["weight_BN"] is None:
+        return {}
+    return router_statistics(output.router_logits, packed["weight_BN"].flatten(), packed["top_k"])
 
 
 def _head_request(packed: dict[str, Any], transform: LogitTransform) -> HeadRequest:
@@ -199,6 +218,8 @@ def _run_body(call: Any, base: PreTrainedModel, packed: dict[str, Any], **option
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
     context: ContextGroup | None = packed["context"]
     budget = base.__dict__.get("_activation_budget")
+    if packed["weight_BN"] is not None:
+        options["output_router_logits"] = True
     # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
     if budget is not None and context is None:
         budget.choose_kept_layers(ids_BN.numel())
@@ -219,10 +240,10 @@ def _run_body(call: Any, base: PreTrainedModel, packed: dict[str, Any], **option
 def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
-    logits = _run_body(base.__dict__["_stock_forward"], base, packed).logits
-    logits_TV, teacher = logits.flatten(0, 1)[packed["source_T"]], packed["teacher"]
+    output = _run_body(base.__dict__["_stock_forward"], base, packed)
+    logits_TV, teacher = output.logits.flatten(0, 1)[packed["source_T"]], packed["teacher"]
     if isinstance(teacher, TeacherStates):
         logits_TV = logits_TV[:, : teacher.vocabulary]
     given = None if teacher is None else teacher.values(logits_TV.shape[1])
     statistics = token_statistics(logits_TV, packed["target_T"], request, given)
-    return {name: statistics[name] for name in request.names}
+    return {name: statistics[name] for name in request.names} | _router_outputs(output, packed)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +27,11 @@ def whole_blocks(length: int) -> int:
 
 
 def build_batch(
-    units: Sequence[Unit], layout: Layout = "tree", predict: bool = True, pad_to: Callable[[int], int] | None = None
+    units: Sequence[Unit],
+    layout: Layout = "tree",
+    predict: bool = True,
+    pad_to: Callable[[int], int] | None = None,
+    weighs: Callable[[Sample], bool] | None = None,
 ) -> Batch:
     """Build the batch of one forward: trees in one row, or a right-padded row for each sample.
 
@@ -35,12 +39,19 @@ def build_batch(
     otherwise, for score heads, each scored position is a source itself and its class the target.
     Without units: a one-token row with one scored token, for a rank that has no more rows. Its forward fires every
     hook; multiply its outputs by zero instead of calling the method's loss.
+    `weighs`: whose tokens count where routers are balanced.
     """
     if not units:
+        weighs = weighs and (lambda sample: False)
         units, predict = [Unit((Sample(ids=np.zeros(1, np.int64), loss_mask=np.ones(1, np.bool_)),))], False
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
-    return _assemble_batch(units, samples, predict, tokens)
+    batch = _assemble_batch(units, samples, predict, tokens)
+    if weighs is None:
+        return batch
+    counted = [path for path, sample in zip(tokens.paths, samples, strict=True) if weighs(sample)]
+    number = np.bincount(np.concatenate([np.zeros(0, np.int64), *counted]), minlength=tokens.ids_BN.numel())
+    return replace(batch, weight_BN=torch.from_numpy(number).float().view(tokens.ids_BN.shape))
 
 
 def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:

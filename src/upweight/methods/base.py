@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
 from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
@@ -59,6 +58,7 @@ class Method(Section, ABC):
     read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
     why_zero: ClassVar[str | None] = None  # what it means that the first step's loss and gradient are exactly 0
     evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
+    balances_routers: ClassVar[bool] = True  # by default, with the coefficient of a mixture's config
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
@@ -203,6 +203,10 @@ class Method(Section, ABC):
 
     def contributes(self, sample: Sample) -> bool:
         """Return whether a sample can change the gradient; samples that cannot need no forward."""
+        return True
+
+    def counts_for_routers(self, sample: Sample) -> bool:
+        """Return whether the tokens of a sample count in the load-balancing loss of a mixture of experts."""
         return True
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:

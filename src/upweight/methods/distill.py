@@ -2,10 +2,9 @@
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, scalar
 from upweight.methods.formulas.divergences import Tail, divergence, listed_logs
 from upweight.methods.policy_gradient import PolicyGradient

@@ -3,10 +3,9 @@
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from pydantic import field_validator, model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import (
     Method,
     WithReference,

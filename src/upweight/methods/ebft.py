@@ -2,10 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, required
 from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened

@@ -3,8 +3,8 @@
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import decoupled
 from upweight.methods.policy_gradient import PolicyGradient, RewardToGo

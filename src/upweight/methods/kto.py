@@ -3,15 +3,14 @@
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, WithReference, required, reward_metrics, sequence_sum
 from upweight.methods.users import terms
 from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
 from upweight.settings import setting
-from upweight.types import Batch, Loss, Mean, Outputs
+from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 LOSS = "kto_loss_type"
 
@@ -67,6 +66,9 @@ class KTO(WithReference, Method):
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return {"sequences": (required(batch.label_S) >= 0).sum().float()}
+
+    def counts_for_routers(self, sample: Sample) -> bool:
+        return sample.label != -1  # the KL's mismatched completions have no gradient
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         mismatched_S = required(batch.label_S) < 0

@@ -2,9 +2,7 @@
 
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
+from upweight.lazy_torch import F, Tensor
 from upweight.methods.base import Method, pair_counts, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Extreme, Loss, Mean, Outputs

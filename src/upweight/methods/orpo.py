@@ -2,10 +2,7 @@
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from upweight.lazy_torch import F, Tensor, torch
 from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
@@ -16,6 +13,7 @@ class ORPO(Method):
 
     name: ClassVar[str] = "orpo"
     data: ClassVar = "pairs"
+    balances_routers: ClassVar[bool] = False  # as in TRL's experimental trainer
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     alpha: float = setting("orpo_alpha", 0.1, "Weight of the odds-ratio term.", also=("rl_beta", "trl.beta"), ge=0)

@@ -3,11 +3,10 @@
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
 from upweight.errors import UserError
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
 from upweight.methods.formulas import policy_losses
 from upweight.methods.formulas.advantages import Scale

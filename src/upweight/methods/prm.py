@@ -2,9 +2,7 @@
 
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
+from upweight.lazy_torch import F, Tensor
 from upweight.methods.base import Method, required, scalar
 from upweight.types import Batch, Loss, Mean, Outputs
 

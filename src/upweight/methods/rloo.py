@@ -2,10 +2,9 @@
 
 from typing import ClassVar
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
 from upweight.methods.formulas.policy_losses import clip_metrics, clipped

@@ -3,10 +3,9 @@
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import field_validator, model_validator
-from torch import Tensor
 
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, required, scalar, sequence_sum
 from upweight.methods.users import terms
 from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind

@@ -2,9 +2,7 @@
 
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_mean, sequence_sum
 from upweight.methods.formulas.dpo_losses import smoothed_sigmoid
 from upweight.settings import setting
@@ -16,6 +14,7 @@ class SimPO(Method):
 
     name: ClassVar[str] = "simpo"
     data: ClassVar = "pairs"
+    balances_routers: ClassVar[bool] = False  # as in TRL's experimental trainer
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(

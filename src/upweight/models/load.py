@@ -1,11 +1,13 @@
 """Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
+import copy
 import importlib.util
 import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,6 +24,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.patches import keep_soft_cap
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
@@ -43,6 +46,9 @@ def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "ba
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
         raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). Correct the path")
+    # Elsewhere than for the model itself, a GGUF file cannot be named.
+    if is_offline() and key == "base_model" and gguf_file is None and (copy := local_copy(base_model)) is not None:
+        return str(copy.parent), copy.name
     return base_model, gguf_file
 
 
@@ -80,6 +86,9 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
+        elif is_offline():
+            here = "; ".join(models_here()) or "none"
+            remedy = f"it is not on this machine, and the hub is not asked. Name one of those here with {key}: {here}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
@@ -172,9 +181,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
         source, gguf_file = resolve_source(section.config_source, None, "base_model_config")
-    options = _hub_options(section) if gguf_file is None else {**_hub_options(section), "gguf_file": gguf_file}
     with load_failures("base_model_config" if section.config_source else "base_model", source, "config"):
-        config = AutoConfig.from_pretrained(source, **options)
+        if gguf_file is None:
+            config = AutoConfig.from_pretrained(source, **_hub_options(section))
+        else:
+            written = (Path(source) / gguf_file).stat().st_mtime_ns if Path(source).is_dir() else 0
+            config = copy.deepcopy(_gguf_config(source, gguf_file, tuple(_hub_options(section).items()), written))
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
     if modalities:
         raise UserError(
@@ -192,6 +204,12 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
             raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config.{meant}")
         setattr(config, name, value)
     return config
+
+
+@cache
+def _gguf_config(source: str, gguf_file: str, options: tuple[tuple[str, Any], ...], written: int) -> PreTrainedConfig:
+    """Read the config in a GGUF file, once: transformers reads its whole vocabulary for it, which takes seconds."""
+    return AutoConfig.from_pretrained(source, gguf_file=gguf_file, **dict(options))
 
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:

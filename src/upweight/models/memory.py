@@ -74,6 +74,8 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
 def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
     """Return the bytes of a token's activations in half precision; with checkpointing, one layer's and all inputs."""
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if chosen := getattr(config, "num_experts_per_tok", None):  # each has its copy of the token, before and after
+        wide = chosen * (getattr(config, "moe_intermediate_size", None) or wide) + chosen * 2 * config.hidden_size // 3
     per_layer = HALF_BYTES * (20 * config.hidden_size + 6 * wide)
     layers = config.num_hidden_layers
     return HALF_BYTES * layers * config.hidden_size + per_layer if checkpointing else layers * per_layer

@@ -1,11 +1,14 @@
 """Load a tokenizer, set and add its tokens, and choose its padding token."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import transformers
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
@@ -38,6 +41,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer = chosen.from_pretrained(source, **options)
     if section.mistral_tokens:
         _set_mistral_tokens(tokenizer)
+        tokenizer.tekken_version = _tekken_version(source, revision)  # its file has no chat template
     special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
     additional = special.pop("additional_special_tokens", [])
     tokenizer.add_special_tokens(special)
@@ -58,6 +62,15 @@ def _set_mistral_tokens(tokenizer: Any) -> None:
     bos = MISTRAL_TOKENS["bos_token"]
     begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, known[bos])])
     tokenizer.backend_tokenizer.post_processor = begins
+
+
+def _tekken_version(source: str, revision: str | None) -> int:
+    """Return the version in a model's `tekken.json`, such as 7 of "v7"; 0 where it has none."""
+    file = cached_file(source, "tekken.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return 0
+    version = str(json.loads(Path(file).read_text(encoding="utf-8"))["config"].get("version") or "")
+    return int(number[0]) if (number := re.search(r"\d+", version)) else 0
 
 
 def take_chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *, trust_remote_code: bool = False) -> None:

@@ -102,7 +102,7 @@ def _with_arguments(function: Callable[..., Any], *values: Any) -> Callable[...,
 def _compare_latex(text: str, gold: str) -> Comparison:
     """Compare a completion's LaTeX answer with the solution, which may have any form."""
     if find_spec("math_verify") is None:
-        raise UserError("accuracy_reward: needs math-verify, which is not installed: pip install 'upweight[math]'.")
+        raise UserError("accuracy_reward: needs math-verify, which is not installed: pip install math-verify.")
     package, limit = math_verify(), alarm_limit(10)
     if limit is None:  # it warns about that at every call
         for name in ("math_verify.parser", "math_verify.grader"):

@@ -12,8 +12,10 @@ import xxhash
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
+from upweight.runs.files import read_json
 
 WHOLE, DATA = "whole.json", "data.json"
+MERGED, MERGE_SOURCE = "merged", "merged_from.json"
 
 
 def mark_whole(folder: Path) -> None:
@@ -62,6 +64,31 @@ def checksum(path: Path) -> str:
     """Return a fast hash of a file's bytes, which are read in blocks."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def write_merge_source(merged: Path, adapter: Path) -> None:
+    """Note in a merged model which adapter it was made of."""
+    file = _adapter_weights(adapter)
+    source = {"adapter": str(adapter.resolve()), "checksum": checksum(file) if file else None}
+    write_text(merged / MERGE_SOURCE, json.dumps(source))
+
+
+def merge_is_stale(merged: Path) -> bool:
+    """Return whether the adapter that a merged model was made of has been trained again since."""
+    source = read_json(merged / MERGE_SOURCE)
+    file = _adapter_weights(Path(source.get("adapter") or merged.parent)) or _adapter_weights(merged.parent)
+    made = merged / "config.json"
+    if file is None or not made.is_file():
+        return False
+    if source.get("checksum"):
+        return checksum(file) != source["checksum"]
+    # Merged before sources were noted; a checkpoint lies beside an adapter too, and is none.
+    return merged.name == MERGED and file.stat().st_mtime > made.stat().st_mtime
+
+
+def _adapter_weights(folder: Path) -> Path | None:
+    names = ("adapter_model.safetensors", "adapter_model.bin")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def step_of(folder: Path) -> int | None:

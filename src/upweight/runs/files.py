@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS, CONFIG, HEALTH, RECORD, REPORT = "metrics.jsonl", "config.yaml", "health.jsonl", "run.json", "report.html"
+EXPERT_LOAD = "expert_load.jsonl"  # of a mixture of experts
 COMPLETIONS = "completions"  # a folder
 
 

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import yaml
+from upweight.files import packaged_yaml
 
 START_ROWS, START_STEPS = 5, 20  # logs of the first steps that define the start values
 MIN_ROWS = 3  # logs that a verdict needs, however many steps each covers
@@ -59,7 +59,7 @@ class Rule:
         return [Sign(metric, WORDS[relation], float(threshold)) for metric, relation, threshold in parts]
 
 
-_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("health_rules.yaml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Any] = packaged_yaml(Path(__file__).with_name("health_rules.yaml"))
 RULES: tuple[Rule, ...] = tuple(Rule(**entry) for entry in _TABLES["rules"])
 EXPLAINED: dict[str, str] = _TABLES["explained"]  # what looks wrong and is not
 
@@ -89,6 +89,14 @@ class Verdict:
         return f"{self.meaning} ({self.metric} {self.value:.4g}, {limit}, for {self.steps} steps)"
 
 
+class Waiting(NamedTuple):
+    """A rule that has not had enough steps."""
+
+    name: str
+    level: str
+    step: int  # at which it judges for the first time
+
+
 class Health:
     """Takes the rows of a run in order and returns the new verdicts of each."""
 
@@ -106,12 +114,8 @@ class Health:
         if not evaluation and "loss" not in row:
             return []
         self._remember_row(row, evaluation)
-        # The metrics that a run logs say which kinds of rules apply.
-        first = self.start[0] if self.start else {}
-        kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
-        kinds = ("online",) if "frac_reward_zero_std" in first else kinds
-        rules = [rule for rule in RULES if rule.kind in kinds]
-        holding = [(rule, verdict) for rule in rules for verdict in self._verdicts(rule, row, self.rows[evaluation])]
+        rules, rows = self._rules(), self.rows[evaluation]
+        holding = [(rule, verdict) for rule in rules for verdict in self._verdicts(rule, row, rows)]
         names = {rule.name for rule, _ in holding}
         new_verdicts = []
         for rule, verdict in holding:
@@ -122,6 +126,28 @@ class Health:
             if known is None or verdict.step - known >= REPEAT_AFTER:
                 new_verdicts.append(verdict)
         return new_verdicts
+
+    def too_early(self) -> list[Waiting]:
+        """Return the rules that have not had enough steps, those that judge first before the others."""
+        last = self.rows[False][-1] if self.rows[False] else {}
+        judged: set[str] = set()
+        waiting: dict[str, Waiting] = {}
+        for rule in self._rules():
+            if not all(_matching_metrics(sign.metric, last) for sign in rule.signs):
+                continue  # not measured here, or only by evaluations, which come when they come
+            needed = rule.after + rule.steps
+            if last["step"] >= needed and len(self.rows[False]) >= min(MIN_ROWS, rule.steps):
+                judged.add(rule.name)
+            else:
+                waiting.setdefault(rule.name, Waiting(rule.name, rule.level, needed))
+        return sorted((one for one in waiting.values() if one.name not in judged), key=lambda one: one.step)
+
+    def _rules(self) -> list[Rule]:
+        """Return the rules for this kind of run; the metrics that a run logs say which it is."""
+        first = self.start[0] if self.start else {}
+        kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
+        kinds = ("online",) if "frac_reward_zero_std" in first else kinds
+        return [rule for rule in RULES if rule.kind in kinds]
 
     def _remember_row(self, row: MetricsRow, evaluation: bool) -> None:
         rows = self.rows[evaluation]
@@ -193,6 +219,15 @@ def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
     """Return every verdict on a run, from the rows of its metrics.jsonl."""
     health = Health()
     return [verdict for row in rows for verdict in health.take(row)]
+
+
+def too_early(rows: Iterable[MetricsRow]) -> list[Waiting]:
+    """Return the rules that the rows of a metrics.jsonl are too few for."""
+    health = Health()
+    for row in rows:
+        if "loss" in row:  # a row of training
+            health._remember_row(row, evaluation=False)
+    return health.too_early()
 
 
 def _matching_metrics(pattern: str, row: MetricsRow) -> list[str]:

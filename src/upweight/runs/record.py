@@ -15,9 +15,10 @@ from upweight.files import storage_error, write_text
 from upweight.log import logger
 from upweight.processes import start_ticks
 from upweight.runs.checkpoints import checkpoints_of, is_whole
-from upweight.runs.files import RECORD, this_machine
+from upweight.runs.files import CONFIG, RECORD, metrics_of, read_json, this_machine
 from upweight.runs.report.page import write_report
 
+TRAINED = ("adapter_config.json", "config.json")
 GPU_LOST = ("GPU is lost", "fallen off the bus", "uncorrectable ECC error", "no CUDA-capable device", "device lost")
 
 
@@ -39,6 +40,18 @@ def _length(rows: Any) -> int | None:
         return len(rows)
     except TypeError:  # a stream
         return None
+
+
+def earlier_run(folder: Path) -> str | None:
+    """Return what a run left in a folder, for a message; None where none has trained there."""
+    steps = max((row["step"] for row in metrics_of(folder)), default=None)
+    trained = (folder / CONFIG).is_file() and any((folder / name).is_file() for name in TRAINED)
+    if steps is None and not trained:
+        return None
+    state = read_json(folder / RECORD).get("state", "")
+    words = {"done": "finished", "failed": "failed", "stopped": "was stopped", "running": "runs, or was killed"}
+    counted = "a trained model" if steps is None else f"a run of {steps} steps"
+    return counted + (f", which {words[state]}" if state in words else "")
 
 
 @contextlib.contextmanager

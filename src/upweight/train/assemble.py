@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
+from upweight.config.rules.feeds import PRECOMPUTED_STREAM
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
 from upweight.data.stream.ahead import EncodePool
 from upweight.data.stream.build import build_feed, is_fed, script_feed, script_stream, streamed_evaluation
@@ -216,6 +217,8 @@ def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data
         return data
 
     def encode_eval(raw: Any, where: str = "eval_dataset", *, keep: bool = False) -> Dataset:
+        if isinstance(raw, IterableDataset) and config.method.precomputes_reference:
+            raise UserError(PRECOMPUTED_STREAM)
         data = encode(raw, where, keep=keep and cached)
         return data.train if isinstance(data, Prepared) else stored_and_closed(data)
 

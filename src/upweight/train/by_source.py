@@ -48,6 +48,7 @@ def of_sequences(out: Outputs, batch: Batch, keep_S: Tensor) -> tuple[Outputs, B
         parts["pair_P2"] = number_S[batch.pair_P2[keep_P]]
         if batch.margin_P is not None:
             parts["margin_P"] = batch.margin_P[keep_P]
-    kept = {name: values[keep_T] for name, values in vars(out).items() if isinstance(values, Tensor)}
+    by_token = {name: values for name, values in vars(out).items() if name.rsplit("_", 1)[-1][0] == "T"}
+    kept = {name: values[keep_T] for name, values in by_token.items() if isinstance(values, Tensor)}
     selected = dataclasses.replace(batch, num_sequences=int(keep_S.sum()), **parts)
     return dataclasses.replace(out, **kept), selected

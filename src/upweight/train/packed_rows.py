@@ -33,6 +33,7 @@ class RowPacker:
     accelerator: Accelerator
     temperature: float = 1.0  # of sampling; log-probs of completions use the same
     by_teacher: bool = False  # whether rows hold the units of one teacher
+    weighs: bool = False  # whether tokens are weighted for the load-balancing loss of routers
     largest: int = 0  # tokens of the largest row of the last plan, on any rank
 
     def __post_init__(self) -> None:
@@ -65,4 +66,5 @@ class RowPacker:
         """Return the tensors of one row on this rank's device."""
         device = self.accelerator.device
         pad_to = whole_blocks if device.type == "cuda" else None
-        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
+        weighs = self.method.counts_for_routers if self.weighs else None
+        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to, weighs).to(device)

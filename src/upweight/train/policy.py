@@ -21,16 +21,17 @@ from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context_parallel import ContextGroup
 from upweight.errors import UserError
-from upweight.log import warn_once
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
 from upweight.models.memory import activation_bytes, training_bytes
+from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
+from upweight.train.experts.balance import router_coefficient
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
@@ -57,6 +58,7 @@ class Policy:
     tokenizer: Any = None  # None where rows are tokenized already
     offload_reference: bool = False
     sharding: Sharding = "none"
+    router_coefficient: float = 0.0  # of the load-balancing loss of a mixture of experts
 
     @property
     def sharded(self) -> bool:
@@ -85,10 +87,6 @@ def load_policy(
         model = new_adapter(model, objects.peft_config)
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
-    for name in ("router_aux_loss_coef", "aux_loss_coef"):
-        if coefficient := getattr(model.config.get_text_config(), name, None):
-            unbalanced = f"{name} {coefficient:g} in the model's config: the load-balancing loss is not added"
-            warn_once(f"{unbalanced}; over a long training experts may fall out of use")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model
@@ -153,6 +151,7 @@ def make_policy(
     context: ContextGroup | None = None,  # ranks that share each row
 ) -> Policy:
     """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy."""
+    coefficient = router_coefficient(unwrap_peft(model), method, optim)
     # Quantised weights are placed as they are loaded; a model that will be sharded may not fit one device.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
@@ -176,9 +175,18 @@ def make_policy(
     budget = optim.token_budget or by_memory * (1 if context is None else context.size)
     precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
     references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
-    references |= {"teachers": teachers}
     return Policy(
-        model, method, engine, budget, dtype, copies=copies, tokenizer=tokenizer, sharding=sharding, **references
+        model,
+        method,
+        engine,
+        budget,
+        dtype,
+        copies=copies,
+        tokenizer=tokenizer,
+        sharding=sharding,
+        teachers=teachers,
+        router_coefficient=coefficient,
+        **references,
     )
 
 

@@ -21,7 +21,7 @@ from upweight.errors import UserError
 from upweight.files import remove_partials
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
-from upweight.runs.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.runs.checkpoints import MERGED, last_whole_checkpoint, named_checkpoint, set_aside, step_of
 from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
@@ -106,6 +106,8 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)
     if changed:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
+    if (folder / MERGED).is_dir():
+        logger.warning("warning: %s is of the adapter before this run; `merge-lora` makes it anew", folder / MERGED)
     remove_partials(folder)
     write_config(config, folder)
     set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)

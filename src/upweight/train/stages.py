@@ -10,6 +10,7 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
 from upweight.models.adapters.merge import AdapterFolder, merge_adapter
+from upweight.runs.checkpoints import merge_is_stale
 from upweight.runs.files import METRICS, metrics_of
 from upweight.runs.record import report_on
 
@@ -31,7 +32,7 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
                 continue
             logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
             merged = folders[number - 1] / "merged"  # the adapter of the stage before, in full weights
-            if number and stage.model.base_model == str(merged) and not merged.exists():
+            if number and stage.model.base_model == str(merged) and (not merged.exists() or merge_is_stale(merged)):
                 merge_adapter(AdapterFolder(config.stages[number - 1].model, merged.parent), merged)
             run_stage(number, resume and number == finished)
             write_text(folders[number] / DONE, json.dumps(_stage_summary(stage)))

@@ -20,6 +20,7 @@ from upweight.models.reference import Reference
 from upweight.train.by_source import losses_by_source
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
+from upweight.train.experts.balance import RouterBalance
 from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.train.recording.metrics import Meters
 from upweight.train.row_check import RowCheck
@@ -39,6 +40,7 @@ class StepRunner:
     temperature: float = 1.0  # of sampling; log-probs of completions use the same
     skip_zero_advantage: bool = False  # do not forward samples without a gradient
     teachers: Teachers | None = None
+    router_coefficient: float = 0.0  # of the load-balancing loss of a mixture of experts
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since the last log
     collects: list[str] = field(default_factory=list)  # names that `Method.collect` returns on any rank
@@ -49,7 +51,12 @@ class StepRunner:
         self._reports = context is None or context.rank == 0  # for its context-parallel group
         self._under_zero = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         several = self.teachers is not None and self.teachers.several
-        self.packer = RowPacker(self.method, self.engine, self.accelerator, self.temperature, several)
+        balanced, loss = self.router_coefficient > 0, self.engine.router_loss
+        self.packer = RowPacker(self.method, self.engine, self.accelerator, self.temperature, several, balanced)
+        self.balance: RouterBalance | None = None
+        if balanced and loss is not None:
+            shared = self.packer.context_size
+            self.balance = RouterBalance(self.router_coefficient, loss.top_k, self.accelerator, shared)
         whole = not (self.accelerator.is_fsdp2 or self._under_zero)
         self.row_check = RowCheck(self.packer, self.dtype, gradients=whole)
 
@@ -63,10 +70,10 @@ class StepRunner:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
         counts = self._step_counts(units, known_counts or {})  # known: denominators over a whole rollout
         forwarded = units
-        if self.skip_zero_advantage:
+        if self.skip_zero_advantage and self.balance is None:  # all tokens count where routers are balanced
             forwarded = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
         rows = self.packer.rows(forwarded, self.token_budget) or [PackedRow(self.packer.batch([]), ())]
-        ref_logps, prepared = self._prepare(model, rows)
+        ref_logps, prepared = self._prepare(model, rows, self.balance)
         first = self.row_check.checked is None
         if checks := self.row_check.needed(forwarded):
             self.row_check.compare(model, rows, forwarded)
@@ -79,8 +86,10 @@ class StepRunner:
             if self._under_zero:  # DeepSpeed steps in the last backward
                 self.accelerator.sync_gradients = last
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
-                out = self._row_outputs(model, row, ref_logps[number])
+                out = self._row_outputs(model, row, ref_logps[number], routers=self.balance is not None)
                 loss, metrics = self._packed_loss(out, row, counts, prepared)
+                if self.balance is not None:
+                    loss = loss + self.balance.row_loss(out) * self.accelerator.num_processes
                 self.accelerator.backward(loss)
             metered.append(metrics)
             total += loss.detach() / self.packer.context_size
@@ -92,14 +101,19 @@ class StepRunner:
             if not flows and all(float(count) > 0 for count in counts.values()):
                 zero = not any(all_gather_objects(bool(total)))
                 require_gradients(False, self.method.why_zero if zero else None)
-        for metrics in metered:  # only now, so that a step that ran out of memory can be retried
-            self.meters.add(metrics)
-        if self.skip_zero_advantage:
-            parts = {"forwarded_share": (len(forwarded), len(units)), "skipped_zero_adv_batches": (not forwarded, 1)}
-            for name, part in parts.items():
-                self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
+        # Only now, so that a step that ran out of memory can be retried.
+        self._add_metrics(metered, len(forwarded), len(units))
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.unit_numbers and self._reports)
         return total
+
+    def _add_metrics(self, metered: Sequence[Metrics], forwarded: int, units: int) -> None:
+        """Add the metrics of a step's rows, those of its routers, and how many of its units were forwarded."""
+        for metrics in [*metered, *([] if self.balance is None else [self.balance.metrics()])]:
+            self.meters.add(metrics)
+        if self.skip_zero_advantage:
+            parts = {"forwarded_share": (forwarded, units), "skipped_zero_adv_batches": (not forwarded, 1)}
+            for name, part in parts.items():
+                self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
 
     def _step_counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the counts of the whole step, which every rank holds."""
@@ -107,35 +121,54 @@ class StepRunner:
         counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
         return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
 
-    def _prepare(self, model: nn.Module, rows: Sequence[PackedRow]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    def _prepare(
+        self, model: nn.Module, rows: Sequence[PackedRow], balance: RouterBalance | None = None
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Return each row's reference log-probs, if computed, and what the method prepares from the whole step."""
+        if balance is not None:
+            balance.start()
         if not self.method.needs_preparation:
+            if balance is not None and len(rows) > 1:  # a single row counts the choices of its experts itself
+                self._count_choices(model, rows, balance)
             return [None] * len(rows), {}
         collected: dict[str, list[Tensor]] = {}
         ref_logps: list[Tensor | None] = []
         with torch.no_grad():
             for row in rows:
-                out = self._row_outputs(model, row, None)
+                out = self._row_outputs(model, row, None, routers=balance is not None)
+                if balance is not None:
+                    balance.count(out)
                 ref_logps.append(out.ref_logps_T)
                 if row.unit_numbers:
                     for name, values in self.method.collect(out, row.batch).items():
                         collected.setdefault(name, []).append(values.float())
+        if balance is not None:
+            balance.finish_count()
         return ref_logps, self.method.prepare(self._join_ranks(collected))
+
+    @torch.no_grad()
+    def _count_choices(self, model: nn.Module, rows: Sequence[PackedRow], balance: RouterBalance) -> None:
+        """Count how often each expert is chosen in the step, by a pass over the body alone."""
+        for row in rows:
+            balance.count(self.engine(model, row.batch, head=False, routers=True))
+        balance.finish_count()
 
     def _taught(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterable[PackedRow]:
         """Return the rows with what their scored tokens are compared with, where the loss compares them."""
         compares = self.teachers is not None and self.method.evaluates_loss
         return self.teachers.taught(model, rows, units) if self.teachers is not None and compares else rows
 
-    def _row_outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
+    def _row_outputs(
+        self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None, *, routers: bool = False
+    ) -> Outputs:
         """Return the policy's outputs of a row with the reference log-probs."""
         batch = row.batch
         known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
         if known is None and self.reference is not None:
             with torch.no_grad(), self.reference.use(model) as reference:
                 known = self.engine(reference, batch, temperature=row.temperature).logps_T
-        compared = {"teacher": row.teacher, "divergence": self.method.comparison}
-        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature, **compared)
+        given = {"teacher": row.teacher, "divergence": self.method.comparison, "routers": routers}
+        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature, **given)
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
     def _packed_loss(

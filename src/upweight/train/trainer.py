@@ -53,7 +53,6 @@ class MethodTrainer(Trainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
-    aux_loss_enabled = False  # read by scripts: the router auxiliary loss is not trained
     model: nn.Module
     model_wrapped: nn.Module
     train_dataset: Any
@@ -98,8 +97,11 @@ class MethodTrainer(Trainer):
             temperature,
             skips_zero_advantage,
             policy.teachers,
+            policy.router_coefficient,
         )
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
+        self.router_aux_loss_coef = policy.router_coefficient  # read by scripts, as the next
+        self.aux_loss_enabled = policy.router_coefficient > 0
         self.runner.sources = self.feed.names if self.feed is not None else ()
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self

@@ -91,6 +91,13 @@ BROKEN = {
     "distill.self_weights: is for": distilled({"self_weights": "ema"}),
     "distill.seq_kd: only a single": distilled({"teacher": "http://there", "top_k": 4, "seq_kd": True}),
     "distill.top_k: missing": distilled({"teacher": "http://there:8000"}),
+    "eval_samples: needs something": {**WHOLE, "eval_samples": 4},
+    "eval_samples: is for offline methods": {**GRPO, "val_set_size": 2, "eval_samples": 4},
+    "eval_samples: a reward model": {**HELD, "reward_model": True, "eval_samples": 4},
+    "eval_samples: answers are not sampled": {**HELD, "fsdp": True, "eval_samples": 4},
+    "datasets[0].as_messages: is for rows": {
+        **DPO, "datasets": [{"path": "d", "type": "chatml.intel", "as_messages": True}]
+    },
     "load_best_model_at_end: needs something": {**WHOLE, "load_best_model_at_end": True},
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},
     "fp16: cannot be used with 'bf16: true'": {**WHOLE, "bf16": True, "fp16": True},
@@ -112,6 +119,10 @@ BROKEN = {
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
     "trl.reward_weights: 2 weights for 1": {**GRPO, "trl": {"reward_funcs": ["r.f"], "reward_weights": [1.0, 2.0]}},
     "num_labels: an outcome": {**WHOLE, "reward_model": True, "num_labels": 2},
+    "lora_dropout: PEFT has it": {
+        **WHOLE, **LORA, "lora_target_parameters": "experts.down_proj", "lora_dropout": 0.1,
+    },
+    "router_aux_loss_coef: reward models": {**WHOLE, "reward_model": True, "router_aux_loss_coef": 0.1},
     "num_labels: a process": {**WHOLE, "process_reward_model": True, "num_labels": 1},
     "chat_template_jinja: missing": {**WHOLE, "chat_template": "jinja"},
     "datasets[0].chat_template_jinja: missing": {**WHOLE, "datasets": [{"path": "d", "chat_template": "jinja"}]},
@@ -122,7 +133,6 @@ BROKEN = {
     "vllm.reasoning_parser: missing": {**WHOLE, "vllm": {"enable_reasoning": True}},
     "dataset_shard_idx: must be below": {**WHOLE, "dataset_shard_num": 2, "dataset_shard_idx": 2},
     "datasets[0].shards_idx: must be": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
-    "tokenizer_use_mistral_common: messages are": {**WHOLE, "tokenizer_use_mistral_common": True},
     "tokenizer_use_mistral_common: cannot be used": {
         **WHOLE, "tokenizer_use_mistral_common": True, "chat_template": "chatml", "tokenizer_type": "LlamaTokenizer",
     },

@@ -66,6 +66,29 @@ def test_weights_change_with_the_step():
     assert all(count == {1: 8} for count in counts[20:])
 
 
+@pytest.mark.parametrize(
+    ("mix", "rows"),
+    [
+        ("concatenate", ["a0", "a1", "b0", "b1", "b2"]),
+        ("interleave_once", ["a0", "b0", "a1", "b1", "b2"]),
+        ("interleave_under", ["a0", "b0", "a1", "b1"]),
+        ("interleave_over", ["a0", "b0", "a1", "b1", "a0", "b2", "a1"]),
+    ],
+)
+def test_rows_can_be_looked_at_without_taking_them(mix, rows):
+    feed, other = feed_of(mix, [2, 3], known=False), feed_of(mix, [2, 3], known=False)
+    assert feed.first() == {"row": "a0"}
+    assert [row["row"] for row in feed] == rows
+    assert names(feed.take(3)) == names(other.take(3))
+    assert next(iter(feed)) == {"row": "a0"}
+    assert names(feed.take(9)) == names(other.take(9))
+
+
+def test_sources_without_a_share_do_not_count_for_the_rows_that_are_looked_at():
+    feed = feed_of("interleave_over", [2, 3], schedule=[(0, [1.0, 0.0]), (10, [0.0, 1.0])])
+    assert [row["row"] for row in feed] == ["a0", "a1"]
+
+
 def test_how_an_epoch_ends():
     assert len(feed_of("concatenate", [3, 5])) == 8
     assert len(feed_of("interleave_once", [3, 5])) == 8

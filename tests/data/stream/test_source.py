@@ -119,12 +119,15 @@ def test_streams_and_prepared_rows_are_mixed(tmp_path, feeds):
     assert len({number for number in numbers(taken) if number >= 1000}) == 100
 
 
-def test_a_bad_row_of_a_stream_is_named(tmp_path, feeds):
+@pytest.mark.parametrize("skip", [0, 270])
+def test_a_bad_row_of_a_stream_is_named(skip, tmp_path, feeds):
     file = write_rows(tmp_path / "rows.jsonl", 500)
     with file.open("a") as lines:
         lines.write('{"other": "a"}\n')
-    feed = feeds(config_of(tmp_path, {"path": "rows.jsonl", "streaming": True}, streaming_buffer_size=256))
-    feed.take(250)
+    entry = {"path": "rows.jsonl", "streaming": True, "skip": skip}
+    feed = feeds(config_of(tmp_path, entry, streaming_buffer_size=256))
+    if not skip:
+        feed.take(250)
     with pytest.raises(UserError, match=r"datasets\[0\] \(rows.jsonl\), row 500 \(rows.jsonl:501\), 'text'"):
         feed.take(300)
 

@@ -127,6 +127,16 @@ def test_tokenizers_own_template_and_fallback():
         template(None).render(Conversation([USER]))
 
 
+def test_mistrals_turns_are_written_by_the_version_of_its_file():
+    tokenizer = byte_tokenizer("plain")
+    for version, name in ((3, None), (7, "mistral_v7_tekken"), (13, "mistral_v7_tekken")):
+        tokenizer.tekken_version = version
+        written = name and template_source(name, None, tokenizer, Path())
+        assert template_source(None, None, tokenizer, Path()) == written
+    tokenizer.chat_template = OWN
+    assert template_source(None, None, tokenizer, Path()) is None
+
+
 def test_template_text_and_file(tmp_path, monkeypatch):
     (tmp_path / "mine.jinja").write_text(OWN)
     assert template_source("jinja", OWN, None, tmp_path) == OWN

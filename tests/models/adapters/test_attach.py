@@ -1,12 +1,12 @@
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
-from upweight.models.adapters.attach import attach_adapter, linear_names, lora_config
+from upweight.models.adapters.attach import attach_adapter, linear_names, lora_config, new_adapter
 from upweight.settings import setting
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -170,3 +170,57 @@ def test_new_tokens_without_trained_embeddings_are_told(caplog):
     caplog.clear()
     attach_adapter(tiny("llama"), section(modules_to_save=["embed_tokens", "lm_head"]), new_tokens=3)
     assert not caplog.text
+
+
+def test_routers_are_not_adapted_unless_they_are_named(caplog):
+    with caplog.at_level("INFO", "upweight"):
+        model = attach_adapter(tiny("llama4_text", moe_layers=[0, 1]), section())
+    assert "router" not in adapted_names(model)
+    assert "stay as they are" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "upweight"):
+        attach_adapter(tiny("qwen3_moe"), section(target_parameters=["mlp.gate.weight"]))
+    assert "stay as they are" not in caplog.text
+
+
+def test_names_that_peft_takes_for_routed_experts_are_left_out_or_refused(caplog):
+    model = attach_adapter(tiny("glm4_moe"), section())
+    assert adapted_names(model) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not any("experts" in name for name in trained_names(model))
+    assert "gate_proj, up_proj, down_proj of Glm4MoeForCausalLM are not adapted" in caplog.text
+    with pytest.raises(UserError, match="PEFT takes gate_proj, up_proj of Glm4MoeForCausalLM for its routed experts"):
+        attach_adapter(tiny("glm4_moe"), section(targets=["q_proj", "gate_proj", "up_proj"]))
+    with pytest.raises(UserError, match=r"'gate_proj' matches nothing.*Experts are one weight for a layer"):
+        attach_adapter(tiny("qwen3_moe"), section(targets=["gate_proj", "up_proj"]))
+
+
+def test_a_pattern_keeps_its_layers_on_mixtures_too():
+    model = attach_adapter(tiny("qwen3_moe"), section(targets=r".*layers\.1\..*q_proj"))
+    assert trained_names(model)
+    assert all(".layers.1." in name for name in trained_names(model))
+
+
+def test_chosen_layers_hold_for_experts_too():
+    model = attach_adapter(tiny("qwen3_moe"), section(target_parameters=["experts.down_proj"], layers=[2]))
+    assert trained_names(model)
+    assert all(".layers.2." in name for name in trained_names(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": "all-linear"}, "'all-linear' also takes the router"),
+        ({"target_parameters": ["experts.down_proj"], "layers_to_transform": [0]}, "PEFT ignores layers_to_transform"),
+        ({"target_parameters": ["experts.down_proj"], "exclude_modules": ["x"]}, "PEFT ignores exclude_modules"),
+    ],
+)
+def test_what_peft_does_in_silence_to_experts_is_refused_in_scripts(options, message):
+    with pytest.raises(UserError, match=message):
+        new_adapter(tiny("qwen3_moe"), LoraConfig(r=4, **options))
+
+
+def test_former_names_of_experts_in_scripts_are_explained(caplog):
+    model = new_adapter(tiny("qwen3_moe"), LoraConfig(r=4, target_modules=["gate_proj", "up_proj"]))
+    ranks = {p.shape[0] // 4 for name, p in model.named_parameters() if "experts" in name and "lora_A" in name}
+    assert ranks == {8}
+    assert "fused ones at twice the rank" in caplog.text

@@ -140,6 +140,15 @@ def test_files_that_name_weights_otherwise_are_merged_whole(tmp_path):
     assert torch.allclose(merged(input_ids=IDS).logits, right, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_merged_experts_answer_as_their_adapters_do(tmp_path, kind):
+    experts = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    what, right = adapted(tmp_path, kind=kind, **experts)
+    merge_adapter(what, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(merged(input_ids=IDS).logits, right, atol=1e-3)
+
+
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(UserError, match="adapter_config"):
         AdapterFolder(ModelSection(base_model="x"), tmp_path)

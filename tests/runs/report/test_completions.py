@@ -2,9 +2,9 @@
 
 import json
 
-from made_reports import as_lines, completion
+from made_reports import as_lines, completion, write_run
 from upweight.runs.report import completions as written
-from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, shown
+from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, reward_ranges, shown
 
 
 def test_the_reward_is_the_weighted_sum_of_what_applies():
@@ -73,3 +73,13 @@ def test_rows_beyond_the_bound_are_counted(tmp_path, monkeypatch):
     assert notes == ["2 completions of the steps shown are not on it. All of them are in completions/."]
     file.write_text(as_lines([completion(1)]))
     assert reader.read([])[0][0]["total"] == 1
+
+
+def test_rewards_and_lengths_of_a_file_are_measured(tmp_path):
+    run = write_run(tmp_path / "run")
+    parts, _ = CompletionsReader(run).read([2.0, 0.5])
+    first = next(part for part in parts if part["set"] == "")
+    assert first["rewards"] == [2.0] * 4  # a reward that does not apply counts nothing
+    assert first["lengths"] == [2] * 4
+    assert reward_ranges(parts)["rewards/correct/mean"] == [1.0, 1.0]
+    assert reward_ranges(parts)["reward"] == [2.0, 2.0]

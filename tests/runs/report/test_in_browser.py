@@ -1,18 +1,15 @@
 """The page in a real browser, where there is one: its scripts run, and what they draw is there."""
 
 import re
-import shutil
 import subprocess
 
 import pytest
 
+from made_browser import BROWSER, QUIET, browser_page
 from made_reports import as_lines, completion, write_run
 from upweight.runs.report.page import write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
-QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-         "--disable-sync", "--no-first-run")  # fmt: skip
 
 
 def seen(page, tmp_path) -> str:
@@ -50,3 +47,69 @@ def test_an_empty_folder_says_so(tmp_path):
     shown = seen(write_report([tmp_path / "run"]), tmp_path)
     assert "This folder holds no run." in shown
     assert "<canvas" not in shown
+
+
+def test_identical_completions_are_folded_with_their_number(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = [completion(10, 0, completion="twice told") for _ in range(5)]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines([*rows, completion(10, 1)]))
+    shown = seen(write_report([run]), tmp_path)
+    assert shown.count("twice told") == 1
+    assert "\u00d7 5" in shown
+    assert "answer 1" in shown
+
+
+def test_rewards_and_lengths_are_drawn_over_steps(tmp_path):
+    shown = seen(write_report([write_run(tmp_path / "run")]), tmp_path)
+    assert "Rewards of completions" in shown
+    assert "Lengths of completions" in shown
+    assert shown.count("<rect") >= 4
+
+
+def test_a_young_run_is_not_green(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "reward": 0.0, "frac_reward_zero_std": 1.0} for step in range(1, 6)]
+    run = write_run(tmp_path / "run", rows=rows)
+    (run / "health.jsonl").write_text("")
+    shown = seen(write_report([run]), tmp_path)
+    assert "Too early: " in shown
+    assert "no signal (20)" in shown
+    assert "well good" not in shown
+
+
+def test_a_metric_of_ones_own_has_words(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "my_own/metric": step} for step in range(1, 6)]
+    shown = seen(write_report([write_run(tmp_path / "run", rows=rows)]), tmp_path)
+    assert "my own, metric" in shown
+
+
+def test_the_model_before_training_is_asked_for(tmp_path):
+    rows = [{"step": 1, "loss": 0.1}, {"step": 2, "eval_loss": 0.5}, {"step": 4, "eval_loss": 0.4}]
+    shown = seen(write_report([write_run(tmp_path / "run", rows=rows)]), tmp_path)
+    assert "eval_on_start: true does that" in shown
+
+
+@pytest.mark.parametrize(("width", "tallest"), [(1280, 9000), (390, 8000)])
+def test_no_page_is_wider_than_its_screen_or_logs_an_error(width, tallest, tmp_path):
+    run, other = write_run(tmp_path / "run", steps=40), write_run(tmp_path / "other", steps=40)
+    pages = [write_report([run]), write_report([run, other])]
+    with browser_page(tmp_path / "profile") as page:
+        for file in pages:
+            page.open(file.resolve().as_uri(), width)
+            assert page.problems == []
+            assert page.value("document.documentElement.scrollWidth") <= width
+            assert page.value("document.documentElement.scrollHeight") < tallest
+            legends = "[...document.querySelectorAll('.legend')]"
+            assert page.value(f"{legends}.filter((one) => one.scrollWidth > one.clientWidth + 1).length") == 0
+
+
+def test_words_are_found_in_all_steps(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "completions" / "step_00001.jsonl").write_text(as_lines([completion(1, completion="a needle")]))
+    with browser_page(tmp_path / "profile") as page:
+        page.open(write_report([run]).resolve().as_uri(), 1280)
+        shown = "document.getElementById('written').textContent.includes('a needle')"
+        assert page.value(shown) is False  # the newest step is shown first
+        page.value("reading.filter = 'needle'; reading.everywhere = true; renderWritten()")
+        assert page.value(shown) is True
+        assert "step 1" in page.value("document.getElementById('written').textContent")
+        assert page.problems == []

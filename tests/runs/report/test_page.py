@@ -52,7 +52,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_scripts(tmp_path):
     assert "connect-src 'none'" in policy
     assert "unsafe" not in policy
     code = [(tag, text) for tag, attrs, text in outline.scripts if attrs.get("type") != "application/json"]
-    assert len(code) == 8
+    assert len(code) == 9
     for tag, text in code:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in re.search(rf"{tag}-src ([^;]*)", policy)[1]
@@ -63,7 +63,7 @@ def test_nothing_that_a_model_writes_breaks_out(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "completions" / "step_00001.jsonl").write_text(as_lines([completion(1, completion=nasty, note=nasty)]))
     text = write_report([run]).read_text()
-    assert len(Outline(text).scripts) == 9
+    assert len(Outline(text).scripts) == 10
     assert not [tag for tag, _ in Outline(text).elements if tag == "img"]
     (first,) = [part for part in data_of(text)["runs"][0]["completions"] if (part["set"], part["step"]) == ("", 1)]
     assert first["rows"][0]["completion"][0]["content"] == nasty.replace("\ud800", "?")

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import HfArgumentParser
 
+import upweight
 from upweight import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
 from upweight.errors import UserError
 from upweight.log import _warned
@@ -26,6 +27,15 @@ def seen_by_the_loop(args, peft_config=None):
 def test_import_stays_light():
     code = "import sys, upweight; assert 'SFTTrainer' in dir(upweight); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_trainer_loads_what_it_needs_and_not_the_others():
+    code = "import sys; from upweight import GRPOTrainer; sys.exit('upweight.train.api.distill' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there():
+    assert [name for name in upweight.__all__ if getattr(upweight, name).__name__ != name] == []
 
 
 def test_unknown_names_are_attribute_errors():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from datasets import Dataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from parity_script import ROWS, TEMPLATE, made_tokenizer
 from tiny_models import tiny
@@ -116,6 +116,37 @@ def test_reference_log_probs_of_a_stream_are_not_precomputed(trainer, config, na
     )
     with pytest.raises(ValueError, match=r"precompute_ref_log_probs.*not supported with IterableDataset"):
         trainer_of(trainer, config, rows, held_out, precompute_ref_log_probs=True, loss_type=loss)
+
+
+@pytest.mark.parametrize("case", ["dpo", "kto"])
+def test_a_stream_that_comes_later_is_not_precomputed_either(case):
+    trainer, config, rows, settings = CASES[case]
+    made = trainer_of(trainer, config, ROWS[rows], precompute_ref_log_probs=True, **settings)
+    for later in (stream(rows), {"one": stream(rows)}, IterableDatasetDict({"one": stream(rows)})):
+        with pytest.raises(ValueError, match=r"precompute_ref_log_probs.*not supported with IterableDataset"):
+            made.evaluate(later)
+    assert made.evaluate(ROWS[rows])["eval_loss"] > 0
+
+
+def test_the_rows_of_a_stream_can_be_looked_at_before_training():
+    made = trainer_of(DPOTrainer, DPOConfig, stream("pairs"), streaming_buffer_size=1)
+    rows = list(made.train_dataset)
+    assert len(rows) == len(ROWS["pairs"])
+    assert {"prompt_ids", "chosen_ids", "rejected_ids"} <= rows[0].keys()
+    made.train()
+    assert made.state.global_step == 3
+
+
+@pytest.mark.parametrize("case", ["sft", "grpo"])
+def test_training_data_that_are_missing_or_not_split(case):
+    trainer, config, rows, settings = CASES[case]
+    with pytest.raises(UserError, match="`train_dataset` is required: a Dataset"):
+        trainer_of(trainer, config, None, **settings)
+    splits = {"train": Dataset.from_list(ROWS[rows]), "test": Dataset.from_list(ROWS[rows])}
+    with pytest.raises(UserError, match=r"train_dataset: DatasetDict holds splits. Pass one, as `dataset\['train'\]`"):
+        trainer_of(trainer, config, DatasetDict(splits), **settings)
+    with pytest.raises(UserError, match="train_dataset: IterableDatasetDict holds splits"):
+        trainer_of(trainer, config, IterableDatasetDict({"train": stream(rows)}), **settings)
 
 
 @pytest.mark.parametrize("case", ["sft", "grpo"])

@@ -114,7 +114,7 @@ def test_a_batch_that_does_not_fit_names_the_smallest_change(given, words, tmp_p
     [
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"use_adaptive_entropy": True}, "use_adaptive_entropy"),
-        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
+        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"log_completions_hub_repo": "a/b"}, "log_completions_hub_repo"),
         ({"max_length": 100}, "max_length: prompts are bounded"),

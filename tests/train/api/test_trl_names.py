@@ -79,7 +79,7 @@ def test_an_unknown_argument_of_a_config_says_what_was_meant(name, given, hint, 
     ("name", "given"),
     [
         ("SFTConfig", {"dataset_kwargs": {"skip_prepare_dataset": True}}),
-        ("DPOConfig", {"router_aux_loss_coef": 0.1}),
+        ("RewardConfig", {"router_aux_loss_coef": 0.1}),
         ("ORPOConfig", {"generate_during_eval": True}),
         ("CPOConfig", {"is_encoder_decoder": True}),
         ("GRPOConfig", {"use_adaptive_entropy": True}),

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from upweight.errors import UserError
+from upweight.files import packaged_yaml
 
 Question = Mapping[str, Any]  # flag, text and options
-FIRST_QUESTION: Question = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FIRST_QUESTION: Question = packaged_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 def run(flags: Mapping[str, str | None]) -> None:

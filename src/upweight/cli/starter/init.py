@@ -4,16 +4,15 @@ import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from upweight.cli.starter import rewards
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
+from upweight.files import packaged_yaml
 
 GYM_SERVER = "example_session_state_mgmt"  # comes with the Gym
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = Path(__file__).parent
-TEXTS = yaml.safe_load((FOLDER / "starters.yaml").read_text(encoding="utf-8"))
+TEXTS = packaged_yaml(FOLDER / "starters.yaml")
 PARTS: dict[str, str] = TEXTS["parts"]
 
 

@@ -15,7 +15,8 @@ ERRORS: tuple[Rule, ...] = (
     distill.teachers, distill.comparisons, data.sources,
     feeds.streams, feeds.weights, feeds.feeds,
     training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,
-    training.best_checkpoint, training.shards, training.fsdp, training.deepspeed, training.paths,
+    training.best_checkpoint, training.held_out_answers, training.shards, training.fsdp, training.deepspeed,
+    training.paths,
     rollout.rewards_and_sampling, rollout.environments, rollout.dotted_paths, rollout.backends, rollout.vllm,
     rollout.adapters_for_vllm, rollout.weight_transfer,
 )  # fmt: skip

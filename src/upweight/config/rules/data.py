@@ -8,6 +8,8 @@ from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, Data
 from upweight.errors import did_you_mean
 from upweight.methods import METHODS
 
+CHAT_KINDS = ("pairs", "labelled", "text", "prompts")  # formats whose plain texts can be made turns
+
 
 def sources(config: Config) -> Iterator[str]:
     """Check data sources, shards, the evaluation split and chat templates."""
@@ -26,6 +28,9 @@ def sources(config: Config) -> Iterator[str]:
             yield f"{key}.filter: there is no '{row.filter}'. Name a function as 'file.function'."
         if row.shards and row.shards_idx >= row.shards:
             yield f"{key}.shards_idx: must be below shards ({row.shards})."
+        if row.as_messages and (isinstance(row.type, str) or config.method.formats() not in CHAT_KINDS):
+            problem = "is for rows without a 'type', or with a mapping of columns, of prompts and answers"
+            yield f"{key}.as_messages: {problem}. Remove it."
         yield from _check_template(f"{key}.", row)
 
 

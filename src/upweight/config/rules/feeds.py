@@ -6,6 +6,10 @@ from upweight.config.config import Config
 from upweight.config.rules.data import entries
 
 FED = "streams or interleaved datasets"
+PRECOMPUTED_STREAM = (
+    "precompute_ref_log_probs: is not supported with IterableDataset or 'streaming', whose rows are read while "
+    "training. Leave it out."
+)
 
 
 def streams(config: Config) -> Iterator[str]:
@@ -20,8 +24,7 @@ def streams(config: Config) -> Iterator[str]:
         if streamed and asked:
             yield f"{key}: compares all rows, and a stream never holds them. Clean its files first, or do not stream."
     if streamed and config.method.precomputes_reference:
-        problem = "is not supported with IterableDataset or 'streaming', whose rows are read while training"
-        yield f"precompute_ref_log_probs: {problem}. Leave it out."
+        yield PRECOMPUTED_STREAM
     for key, row in streamed:
         if row.shards:
             yield f"{key}.shards: a stream cannot be cut into shards. Leave it out, or 'streaming'."

@@ -24,9 +24,6 @@ def loading(config: Config) -> Iterator[str]:
     ending = ENDINGS[head]
     if model.model_class is not None and not model.model_class.endswith(ending):
         yield f"model_type: this method needs a model {ending!r}, such as AutoModel{ending}, not {model.model_class}."
-    if model.mistral_tokens and config.data.chat_template is None:
-        remedy = "Set 'chat_template: mistral_v7_tekken', or another 'mistral_*'."
-        yield f"tokenizer_use_mistral_common: messages are written by a chat template here. {remedy}"
     if model.mistral_tokens and model.tokenizer_class:
         yield "tokenizer_use_mistral_common: cannot be used with 'tokenizer_type'. Keep one."
     if model.tokenizer_class is not None and "Token" not in model.tokenizer_class:
@@ -35,6 +32,8 @@ def loading(config: Config) -> Iterator[str]:
         yield f"num_labels: an outcome reward model has 1 output, not {labels}; set 'num_labels: 1'."
     if head == "step_score" and labels is not None and labels < 2:
         yield f"num_labels: a process reward model has at least 2 outputs, not {labels}; set 'num_labels: 2'."
+    if head != "tokens" and config.optim.router_aux_loss_coef:
+        yield "router_aux_loss_coef: reward models return no router logits to balance. Leave it out, or set it to 0."
     for name, key in HAVE_KEYS.items():
         if name in model.load_options:
             yield f"model_kwargs: {name!r} is set by {key}. Remove it here."
@@ -57,6 +56,7 @@ def adapters(config: Config) -> Iterator[str]:
         yield f"peft_init_lora_weights: there is no '{adapter.init}'. Use gaussian, olora, orthogonal or pissa."
     if adapter.kind and adapter.layers_pattern and adapter.layers is None:
         yield "peft_layers_pattern: needs 'peft_layers_to_transform', the numbers of the layers."
+    yield from _of_parameters(config)
     if adapter.folder and adapter.kind is None:
         yield "lora_model_dir: needs 'adapter: lora' (or qlora) to be continued."
     for pattern in config.optim.unfrozen or ():
@@ -66,6 +66,24 @@ def adapters(config: Config) -> Iterator[str]:
             yield f"unfrozen_parameters: {pattern!r} is no regular expression: {error}. Correct it."
     if config.optim.unfrozen and adapter.kind:
         yield "unfrozen_parameters: is for full fine-tuning, but 'adapter' is set; use 'lora_modules_to_save'."
+
+
+def _of_parameters(config: Config) -> Iterator[str]:
+    """Check the options that PEFT does not have for weights that are adapted directly."""
+    adapter = config.adapter
+    if adapter.kind is None or not adapter.target_parameters:
+        return
+    initialised = isinstance(adapter.init, str) and adapter.init != "gaussian"
+    options = {
+        "lora_dropout": adapter.dropout > 0,
+        "peft_use_dora": adapter.dora,
+        "lora_fan_in_fan_out": adapter.fan_in_fan_out,
+        "peft_init_lora_weights": initialised,
+        "peft.loftq_config": adapter.peft.loftq_config is not None,
+    }
+    for path, is_set in options.items():
+        if is_set:
+            yield f"{path}: PEFT has it for layers, not for 'lora_target_parameters'. Drop one of the two."
 
 
 def references(config: Config) -> Iterator[str]:

@@ -107,13 +107,26 @@ def evaluates(config: Config) -> bool:
 
 def evaluation_is_there(config: Config) -> Iterator[str]:
     """Require evaluation data for keys that depend on evaluations."""
-    keys = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.set_keys.get(key)]
+    depending = ("early_stopping_patience", "load_best_model_at_end", "eval_samples")
+    keys = [key for key in depending if config.set_keys.get(key)]
     keys += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
     keys += ["save_strategy: best"] if config.run.save_strategy == "best" else []
     if keys and not evaluates(config):
         remedy = "Set 'val_set_size' or 'test_datasets'"
         remedy += ", and drop 'eval_strategy: no'" if config.run.eval_strategy == "no" else ""
         yield f"{keys[0]}: needs something to evaluate on. {remedy}."
+
+
+def held_out_answers(config: Config) -> Iterator[str]:
+    """Check that an offline run can answer held-out prompts."""
+    if not config.run.eval_samples:
+        return
+    if config.method.online:
+        yield "eval_samples: is for offline methods; an online run keeps the completions of its evaluations. Drop it."
+    elif config.method.head != "tokens":
+        yield f"eval_samples: a reward model ({config.method.name}) scores texts and writes none. Drop it."
+    elif config.sharding.fsdp or config.sharding.deepspeed is not None:
+        yield "eval_samples: answers are not sampled from sharded weights (fsdp, deepspeed). Drop it."
 
 
 def best_checkpoint(config: Config) -> Iterator[str]:

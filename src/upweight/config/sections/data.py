@@ -50,6 +50,9 @@ class DatasetSpec(EntryRows):
     )
     weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
     filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
+    as_messages: bool | None = inner(
+        None, "Make plain prompts and answers turns of the chat template; unset: plain text, with a warning."
+    )
     chat_template: str | None = inner(None, "Chat template for these rows.")
     chat_template_jinja: str | None = inner(None, "Text or file, with `chat_template: jinja`.")
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")

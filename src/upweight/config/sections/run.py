@@ -28,6 +28,12 @@ class RunSection(Section):
     evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
     eval_strategy: EvalStrategy | None = setting("eval_strategy", None, "When to evaluate; else by the other keys.")
     eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
+    eval_samples: int = setting(
+        "eval_samples",
+        0,
+        "Held-out prompts that an offline run answers before its first and after its last step.",
+        ge=0,
+    )
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
     greater_is_better: bool | None = setting("greater_is_better", None, "Whether a larger best metric is better.")
     load_best: bool = setting("load_best_model_at_end", False, "Load the best checkpoint as the final model.")

@@ -75,6 +75,12 @@ class OptimSection(Section):
     )
     lr_groups: list[RateGroup] = setting("lr_groups", [], "Learning rates for named modules.")
     unfrozen: list[str] | None = setting("unfrozen_parameters", None, "Patterns of parameters; only these are trained.")
+    router_aux_loss_coef: float | None = setting(
+        "router_aux_loss_coef",
+        None,
+        "Weight of a mixture's load-balancing loss; unset: that of the model's config, 0: off.",
+        ge=0,
+    )
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
     full_determinism: bool = setting("full_determinism", False, "Use deterministic kernels only; slower.")

@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow.parquet
-from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
@@ -29,6 +28,7 @@ from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.models.hub import is_offline
 from upweight.row_rules import select_from_entry
 
 FILE_KINDS = {
@@ -256,11 +256,11 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
     if by_form or _file_suffix(Path(path)) in FILE_KINDS:
         raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar_to(path, folder)}")
+    offline = " The hub is not asked: it is switched off or cannot be reached." if is_offline() else ""
     try:
         options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
         return _load_tables(path, **options, streaming=streaming)
     except LOADING_ERRORS as error:
-        offline = " The hub is disabled (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
         problem = f"is no file or folder (tried {tried}), and it cannot be loaded from the hub: {_root_reason(error)}."
         raise UserError(f"{where}: {problem}{offline}{_similar_to(path, folder)}") from error
 

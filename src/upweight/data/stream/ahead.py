@@ -5,31 +5,21 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from upweight.data.sources.streams import Position, RawChunk
-from upweight.data.workers import Chunk, EncodeJob, encode_chunk, lost_process
+from upweight.data.workers import Chunk, EncodeJob, encode_chunk, jobs_of_process, lost_process, start_process
 from upweight.heartbeat import activity
-from upweight.processes import end_with_parent, keep_pages_shared
 
 FEW_PROCESSES = 2  # where `dataset_num_proc` is unset
 STOP_CHECK_SECONDS = 0.5
 
-_jobs_of_process: list[EncodeJob] = []
-
-
-def _start_process(jobs: Sequence[EncodeJob]) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _jobs_of_process.extend(jobs)
-    keep_pages_shared()
-    end_with_parent()
-
 
 def _encode(number: int, rows: RawChunk) -> Chunk:
-    return encode_chunk([dataclasses.replace(_jobs_of_process[number], rows=rows)], 0, 0)
+    return encode_chunk([dataclasses.replace(jobs_of_process[number], rows=rows)], 0, 0)
 
 
 class EncodePool:
@@ -52,7 +42,7 @@ class EncodePool:
         with self._lock:
             if self._pool is None:  # forked processes get the jobs without their being pickled
                 context = multiprocessing.get_context("fork")
-                self._pool = ProcessPoolExecutor(self.processes, context, _start_process, (tuple(self.jobs),))
+                self._pool = ProcessPoolExecutor(self.processes, context, start_process, (tuple(self.jobs),))
             return self._pool.submit(_encode, number, rows)
 
     def close(self) -> None:

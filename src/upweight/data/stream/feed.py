@@ -1,6 +1,6 @@
 """The feed of a training: rows of several sources in their mixture, endless, and exact from where it stood."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, floor
@@ -54,6 +54,7 @@ class RowFeed:
     taken: int = 0
     _owed: NDArray[np.float64] = field(init=False)
     _ended: list[bool] = field(init=False)
+    _passes: list[int] = field(init=False)  # ends of each source
     _seen: list[FedRow] = field(init=False, default_factory=list)  # looked at before they were taken
 
     def __post_init__(self) -> None:
@@ -64,6 +65,19 @@ class RowFeed:
         if self.epoch_rows is None:
             raise TypeError("the length of this stream is not known")
         return self.epoch_rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the prepared rows of an epoch from the first on; afterwards the feed is where it was."""
+        state = self.state() if self.taken else None
+        self.restore(None)
+        try:
+            while True:
+                row = self.take(1)[0].row
+                if self._has_ended():
+                    return
+                yield row
+        finally:
+            self.restore(state)
 
     @cached_property
     def epoch_rows(self) -> int | None:
@@ -124,7 +138,7 @@ class RowFeed:
 
     def _begin(self) -> None:
         self.taken, self._owed = 0, np.zeros(len(self.sources))
-        self._ended = [False] * len(self.sources)
+        self._ended, self._passes = [False] * len(self.sources), [0] * len(self.sources)
 
     def _next(self, step: int) -> FedRow:
         while True:
@@ -136,6 +150,7 @@ class RowFeed:
                     self._owed += share
                     self._owed[number] -= 1
                 return FedRow(number, row)
+            self._passes[number] += 1
             if self.mix in ENDS_IN_TURN:
                 self._ended[number], self._owed[number] = True, 0.0
                 if all(self._ended):
@@ -146,6 +161,12 @@ class RowFeed:
         if self.mix == "concatenate":
             return self._ended.index(False)
         return int(np.argmax(np.where(share > 0, self._owed + share, -np.inf)))
+
+    def _has_ended(self) -> bool:
+        """Return whether the last row began another epoch, of the sources that have a share at first."""
+        shares = zip(self._passes, self._shares(0), strict=True)
+        passes = [passes for passes, share in shares if share or self.mix == "concatenate"]
+        return any(passes) if self.mix == "interleave_under" else all(passes)
 
     def _shares(self, step: int) -> NDArray[np.float64]:
         """Return the share of each source at a step; sources that have ended have none."""

@@ -66,7 +66,9 @@ class Window:
         """Return the rows of a chunk that lie in the window; `before` rows come before the chunk."""
         stop = len(rows) if self.end is None else max(self.end - before, 0)
         start = max(self.first - before, 0)
-        return rows if start == 0 and stop >= len(rows) else replace(rows, content=rows.content[start:stop])
+        if start == 0 and stop >= len(rows):
+            return rows
+        return replace(rows, first=rows.first + start, content=rows.content[start:stop])
 
 
 class StreamSource:

@@ -92,6 +92,8 @@ class MessageReader:
         """Read one message and convert its property names and role to those that templates expect."""
         if not isinstance(value, Mapping):
             raise RowError(key, f"a message with role and content, got {describe_value(value)}")
+        if (plain := self._plain_message(value, key)) is not None:
+            return plain
         check_all_text(value, key)
         role_name, content_name = self._name_in_row(value, "role"), self._name_in_row(value, "content")
         role = value.get(role_name)
@@ -114,6 +116,15 @@ class MessageReader:
             message[self.thinking_to] = match[1].strip("\n")
             message["content"] = message["content"][match.end() :]
         return message
+
+    def _plain_message(self, value: Mapping[str, Any], key: str) -> Message | None:
+        """Return a message of a role and text alone, as most are; None where there is more to read."""
+        role, content = value.get("role"), value.get("content")
+        if len(value) != 2 or self.names or self.entry.split_thinking or not isinstance(content, str):
+            return None
+        if not isinstance(role, str) or role not in self.roles:
+            return None
+        return {"role": self.roles[role], "content": checked_text(content, f"{key}.content", empty=True)}
 
     def _name_in_row(self, value: Mapping[str, Any], name: str) -> str:
         if name in self.names:

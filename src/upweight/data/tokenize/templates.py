@@ -11,6 +11,7 @@ from upweight.config.peers import TEMPLATE_ALIASES
 from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetSpec
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
+from upweight.data.tokenize.plain_render import PlainRender
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.watchdog import TimeUp, time_limit
@@ -22,6 +23,7 @@ LEFT_OUT = (
     "(look at rows with `upweight preprocess CONFIG --show 3`; 'chat_template' names another template)"
 )
 TEXT_KEYS = ("content", "reasoning_content", "thinking")
+MISTRAL_V7 = 7  # since which turns of plain text are written alike
 PROBE_MARKS = ("\u2021", "\u2020")  # no text begins with both
 
 
@@ -128,7 +130,18 @@ class ChatTemplate:
         ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
         with time_limit(self.seconds):
-            return self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
+            source = self.tokenizer.chat_template if self.source is None else self.source
+            plain = None if resume else self._plain(source, conversation, ask=ask)
+            if plain is not None and self._plain.is_compared:
+                return plain
+            text = self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
+            if plain is not None:
+                self._plain.compare(plain, text)
+            return text
+
+    @cached_property
+    def _plain(self) -> PlainRender:
+        return PlainRender(self.tokenizer, self.variables)
 
     def _with_supported_roles(self, conversation: Conversation) -> Conversation:
         """Move system text into the first user message if the template has no system role."""
@@ -189,6 +202,8 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
                 return file.read_text(encoding="utf-8")
         raise UserError(f"chat_template_jinja: there is no file '{jinja}' in this folder or beside the config.")
     if name in (None, "tokenizer_default"):
-        return None
+        if getattr(tokenizer, "chat_template", None) or getattr(tokenizer, "tekken_version", 0) < MISTRAL_V7:
+            return None
+        name = "mistral_v7_tekken"
     file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"
     return files("upweight.data").joinpath("chat_templates", file).read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ class WordIds:
         self.tokenizer, self.added = tokenizer, added
         longest_first = sorted(added, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
-        self._words: dict[str, list[int]] = {}
+        self._words: dict[str, tuple[int, ...]] = {}  # which garbage collections pass over, unlike lists
         self._size = 0  # ids of all of them
         self._unchecked = MOST_CHECKED
 
@@ -64,7 +64,7 @@ class WordIds:
                 return None
         return ids
 
-    def _forget(self, words: list[str], encoded: list[list[int]]) -> None:
+    def _forget(self, words: list[str], encoded: list[tuple[int, ...]]) -> None:
         """Drop those of the newest words that are too long to keep, and all words when there are too many."""
         self._size += sum(map(len, encoded))
         for word, ids in zip(words, encoded, strict=True):
@@ -74,11 +74,11 @@ class WordIds:
         if len(self._words) > MOST_WORDS or self._size > MOST_IDS:
             self._words, self._size = {}, 0
 
-    def _encode(self, words: list[str]) -> list[list[int]]:
+    def _encode(self, words: list[str]) -> list[tuple[int, ...]]:
         backend = self.tokenizer.backend_tokenizer
         if backend.truncation is None and backend.padding is None:
-            return [encoding.ids for encoding in backend.encode_batch_fast(words, add_special_tokens=False)]
-        return self.tokenizer(words, **PLAIN)["input_ids"] if words else []
+            return [tuple(encoding.ids) for encoding in backend.encode_batch_fast(words, add_special_tokens=False)]
+        return [tuple(ids) for ids in self.tokenizer(words, **PLAIN)["input_ids"]] if words else []
 
     def _split(self, text: str) -> list[str]:
         """Cut a text at added tokens, and before each space that follows a word."""
@@ -113,11 +113,14 @@ def _is_byte_level(config: dict[str, Any] | None) -> bool:
 
 def _splits_before_spaces(pre_tokenizer: Any) -> bool:
     """Return whether a pre-tokenizer cuts before a space wherever one follows a character that is none."""
-    for before, left, right in product(("", "a", "1", "."), LEFT, RIGHT):
-        start = f"{before}{left}"
-        pieces = [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(f"{start} {right}")]
-        alone = [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(start)]
-        rest = [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(f" {right}")]
-        if pieces != [*alone, *((first + len(start), last + len(start)) for first, last in rest)]:
-            return False
+
+    def pieces(text: str) -> list[tuple[int, int]]:
+        return [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(text)]
+
+    rest = {right: pieces(f" {right}") for right in RIGHT}
+    for start in map("".join, product(("", "a", "1", "."), LEFT)):
+        alone, size = pieces(start), len(start)
+        for right in RIGHT:
+            if pieces(f"{start} {right}") != [*alone, *((first + size, last + size) for first, last in rest[right])]:
+                return False
     return True

@@ -6,10 +6,8 @@ position has its own mean, and all of them are divided by the largest of their d
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from upweight.errors import UserError
+from upweight.lazy_torch import Tensor, torch
 
 EPSILON = 1e-4
 Scale = Literal["group", "batch", "none"]

@@ -3,8 +3,7 @@
 from math import log
 from typing import Literal
 
-import torch
-from torch import Tensor
+from upweight.lazy_torch import Tensor, torch
 
 Tail = Literal["bucket", "renormalise", "drop"]
 _NOTHING = -1e30  # log of a probability that is zero, finite so that its gradient is

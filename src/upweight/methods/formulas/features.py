@@ -6,10 +6,9 @@ Samples of one group lie together, `size` of them to a group; targets have one r
 from typing import Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+
+from upweight.lazy_torch import F, Tensor, torch
 
 Pooling = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
 

@@ -2,9 +2,7 @@
 
 import math
 
-import torch
-from torch import Tensor
-
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import sequence_sum
 from upweight.types import Batch, Extreme, Mean, Metric
 

@@ -1,8 +1,6 @@
 """Users' losses and advantages in a policy gradient: their keys, and what takes the place of our losses."""
 
-import torch
-from torch import Tensor
-
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import required
 from upweight.methods.users.function import Call
 from upweight.methods.users.terms import Padded, checked_term, policy_values, require_finite, token_metrics

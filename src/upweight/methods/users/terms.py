@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from upweight.errors import UserError
+from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import position_in_sequence, required, sequence_sum
 from upweight.methods.users.function import Call
 from upweight.types import Batch, Mean, Metric, Outputs
@@ -114,7 +112,7 @@ def checked_term(call: Call, result: Any, out: Outputs, **shapes: tuple[int, ...
     """
     term, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     allowed = " or ".join(f"{list(shape)} for {name}" for name, shape in shapes.items())
-    if not isinstance(term, Tensor):
+    if not torch.is_tensor(term):
         raise UserError(f"{call.where} returned a {type(term).__name__}; a tensor is wanted: {allowed}.")
     if term.ndim == 0:
         remedy = f"Return the terms before any average, {allowed}: the average over the whole step is taken here."
@@ -124,8 +122,8 @@ def checked_term(call: Call, result: Any, out: Outputs, **shapes: tuple[int, ...
     if not isinstance(metrics, Mapping):
         raise UserError(f"{call.where} returned a {type(metrics).__name__} beside its term; metrics are a dict.")
     for name, value in metrics.items():
-        if not isinstance(value, Tensor) or tuple(value.shape) not in shapes.values():
-            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if not torch.is_tensor(value) or tuple(value.shape) not in shapes.values():
+            given = list(value.shape) if torch.is_tensor(value) else type(value).__name__
             raise UserError(f"{call.where} returned the metric '{name}' as {given}; wanted a tensor: {allowed}.")
     if required(out.logps_T).requires_grad and not term.requires_grad:
         raise UserError(f"{call.where} returned a term without a gradient: use 'logps' or 'log_ratio', not detached.")

@@ -15,6 +15,15 @@ from transformers.pytorch_utils import Conv1D
 from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
+from upweight.models.adapters.experts import (
+    check_expert_options,
+    expert_hint,
+    is_router,
+    log_frozen_routers,
+    of_layers,
+    of_pattern,
+    without_experts,
+)
 from upweight.settings import values_by_path
 
 ADAPTER_ATTRIBUTE = "_upweight_adapter"
@@ -31,6 +40,7 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
     except ValueError as error:
         raise UserError(f"adapter: PEFT does not take these options: {error}. Correct them.") from error
     assert isinstance(adapted, PeftModel)
+    log_frozen_routers(model)
     if new_tokens and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         remedy = f"add embedding and head to lora_modules_to_save (here {', '.join(embedding_names(model))})"
         warn_once(f"tokens: the embeddings of {new_tokens} new tokens are not trained; {remedy}")
@@ -40,6 +50,7 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
 def new_adapter(model: Any, config: PeftConfig) -> PeftModel:
     """The model with a fresh adapter of a script, which is found again when the same model is handed over once more."""
     asked = _adapter_settings(config)  # before PEFT finds the modules that it means
+    check_expert_options(model, config)
     adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
     vars(model)[ADAPTER_ATTRIBUTE] = adapted, asked  # not as a module of the model, which it holds itself
@@ -87,7 +98,7 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     options |= {
         "task_type": _task_type(model),
         "target_modules": targets,
-        "target_parameters": parameters or None,
+        "target_parameters": of_layers(names, parameters, section.layers) or None,
         "modules_to_save": saved or None,
         "ensure_weight_tying": tied and not {*saved}.isdisjoint(embedding_names(model)),
     }
@@ -109,6 +120,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
         name.rpartition(".")[2]: None
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[0] not in after
+        if not is_router(model, name)
     }
     heads = {"lm_head", "score", "classifier"} if _task_type(model) != TaskType.CAUSAL_LM else {"lm_head"}
     return [name for name in names if name not in heads]
@@ -127,14 +139,14 @@ def _target_modules(model: PreTrainedModel, section: AdapterSection) -> list[str
     """Return the modules to adapt: a list of names, or a pattern."""
     pattern = None if section.target_linear else section.targets
     if isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name, _ in model.named_modules()):
-        return pattern
+        return of_pattern(model, pattern)
     named = _as_list(section.targets)
     _check_names(model, named, "lora_target_modules")
     if section.target_linear or not (named or section.target_parameters):
         if not section.target_linear:
             logger.info("lora_target_modules is not set: every linear layer but the head is adapted")
-        return [*named, *(name for name in linear_names(model) if name not in named)]
-    return named
+        return without_experts(model, [*named, *(name for name in linear_names(model) if name not in named)], named)
+    return without_experts(model, named, named)
 
 
 def _check_names(model: PreTrainedModel, targets: list[str], key: str) -> None:
@@ -147,7 +159,7 @@ def _check_targets(names: list[str], targets: list[str], key: str, *, shown: lis
     """Raise for a target that matches none of the names, with the names of the model and the closest one."""
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in names):
-            meant = did_you_mean(target, known)
+            meant = expert_hint(target, known) or did_you_mean(target, known)
             raise UserError(f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}.")
 
 

@@ -1,6 +1,7 @@
 """Merge an adapter into the weights it was trained on, one file in memory at a time where the files allow it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from upweight.models.load import (
     resolve_source,
 )
 from upweight.models.tokenizer import load_tokenizer
-from upweight.runs.checkpoints import refuse_damaged
+from upweight.runs.checkpoints import merge_is_stale, refuse_damaged, write_merge_source
 
 HEADS: dict[str, Head] = {"SEQ_CLS": "sequence_score", "TOKEN_CLS": "step_score"}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -77,9 +78,12 @@ class AdapterFolder:
 
 
 def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
-    """Write the merged model, in the dtype of the base's weights, and the tokenizer to `output`, a new folder."""
-    if output.exists():
+    """Write the merged model, in the dtype of the base's weights, and the tokenizer to `output`, new or out of date."""
+    stale = output.is_dir() and merge_is_stale(output)
+    if output.exists() and not stale:
         raise UserError(f"{output} exists already; remove it, or name another folder with --output")
+    if stale:
+        logger.info("%s is of an earlier adapter and is made anew", output)
     if adapted.base.gguf_file is None and hasattr(load_model_config(adapted.base), "quantization_config"):
         raise UserError("base_model: its weights are stored quantised; name the unquantised model to merge into")
     with atomic_path(output) as part:
@@ -93,6 +97,9 @@ def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
             merged.config.dtype = adapted.dtype()
             merged.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        write_merge_source(part, adapted.folder)
+        if stale:
+            shutil.rmtree(output)
 
 
 def _merged_whole(model: PeftModel) -> PreTrainedModel:

@@ -103,7 +103,7 @@ class MathReward(ByAnswer):
 
     def __post_init__(self) -> None:
         if find_spec("math_verify") is None:
-            remedy = "Run: pip install 'upweight[math]'. For plain numbers, 'numeric' needs nothing."
+            remedy = "Run: pip install math-verify. For plain numbers, 'numeric' needs nothing."
             raise UserError(f"Reward 'math' needs math-verify, which is not installed. {remedy}")
 
     def _score(self, text: str, answer: str) -> float | None:

@@ -4,15 +4,18 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
-import httpx
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.spec import builtin
 from upweight.rewards.builtin.text import ScoreList, rows_of, texts_of
+
+if TYPE_CHECKING:
+    import httpx
 
 _TEMPLATE = """You grade the response of an assistant. {rubric}
 
@@ -72,7 +75,7 @@ class JudgeReward:
     def __post_init__(self) -> None:
         if self.lowest >= self.highest:
             raise UserError(f"Reward 'judge': lowest {self.lowest} must be below highest {self.highest}.")
-        if httpx.URL(self.url).scheme not in ("http", "https"):
+        if urlsplit(self.url).scheme not in ("http", "https"):
             raise UserError(f"Reward 'judge': url {self.url!r} is no http address such as http://127.0.0.1:8000/v1.")
         if "{completion}" not in self.template:
             raise UserError("Reward 'judge': the template has no {completion}, so the judge would not see it.")
@@ -85,7 +88,9 @@ class JudgeReward:
         questions = [self._fill_prompt(*pair) for pair in zip(texts, rows_of(columns, len(texts)), strict=True)]
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
         # A proxy of the environment must not be used for a server on this machine.
-        local = httpx.URL(self.url).host in _LOCAL
+        local = urlsplit(self.url).hostname in _LOCAL
+        import httpx  # not needed to check options, and a tenth of a second to load
+
         with (
             httpx.Client(headers=headers, timeout=self.timeout, trust_env=not local) as client,
             ThreadPoolExecutor(self.concurrency) as pool,
@@ -101,15 +106,17 @@ class JudgeReward:
         # One pass, so that braces inside a completion stay what they are.
         return re.sub(r"\{(\w+)\}", lambda hole: str(values.get(hole[1], hole[0])), self.template)
 
-    def _score(self, client: httpx.Client, question: str) -> float | None:
+    def _score(self, client: "httpx.Client", question: str) -> float | None:
         reply = self._ask_judge(client, question)
         value = None if reply is None else score_in(reply, self.lowest, self.highest)
         if reply is not None and value is None:
             warn_once(f"reward 'judge': no score from {self.lowest:g} to {self.highest:g} in a reply: {reply[-120:]!r}")
         return None if value is None else (value - self.lowest) / (self.highest - self.lowest)
 
-    def _ask_judge(self, client: httpx.Client, question: str) -> str | None:
+    def _ask_judge(self, client: "httpx.Client", question: str) -> str | None:
         """A question -> the judge's reply, or None after the last retry."""
+        import httpx
+
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **sampling}
         problem = ""

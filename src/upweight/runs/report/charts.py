@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from upweight.files import packaged_yaml
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Chart:
     held_out: list[tuple[str, str]] = field(default_factory=list)
 
 
-_TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+_TABLE: dict[str, list[dict[str, Any]]] = packaged_yaml(Path(__file__).with_suffix(".yaml"))
 SPECS: tuple[Spec, ...] = tuple(Spec(group, **entry) for group, entries in _TABLE.items() for entry in entries)
 GROUPS = tuple(_TABLE)
 # What is worth comparing between evaluations, or between training and held-out rows.

@@ -11,6 +11,7 @@ from upweight.runs.report.reading import evenly, number, plain
 
 ROLLOUTS, NEWEST, EVALUATIONS = 40, 10, 10  # files shown, of which the newest in a row; of each evaluation's set
 ROWS = 64  # completions of a file
+MEASURED = 512  # completions of a file whose rewards and lengths are drawn
 MAX_CHARS = 8000  # letters of one text
 MOST_CHARACTERS = 4_000_000  # letters of all of them as JSON
 
@@ -51,13 +52,35 @@ class CompletionsReader:
         try:
             stat = file.stat()
         except OSError:  # a run that starts again removes its files
-            return {"set": name, "step": step, "total": 0, "rows": []}, 0
+            return {"set": name, "step": step, "total": 0, "rows": [], "rewards": [], "lengths": []}, 0
         state = (stat.st_mtime_ns, stat.st_size)
         if file not in self.known or self.known[file][0] != state:
             rows = JsonLines(file).read()
             part = {"set": name, "step": step, "total": len(rows), "rows": [shown(row, weights) for row in rows[:ROWS]]}
+            part |= _measured(rows[:MEASURED], weights)
             self.known[file] = (state, part, len(json.dumps(part, ensure_ascii=False)))
         return self.known[file][1:]
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, list[float]]:
+    """Return the rewards and lengths of a file's completions, as far as they are known."""
+    rewards = (weighted_reward(row, weights) for row in rows)
+    lengths = (number(row.get("tokens")) for row in rows)
+    return {
+        "rewards": [value for value in rewards if value is not None],
+        "lengths": [value for value in lengths if value is not None],
+    }
+
+
+def reward_ranges(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the lowest and the highest value of each reward, and of their sum, among the completions shown."""
+    seen: dict[str, list[float]] = {}
+    for part in parts:
+        seen.setdefault("reward", []).extend(part["rewards"])
+        for row in part["rows"]:
+            for name, value in row.get("rewards", {}).items():
+                seen.setdefault(f"rewards/{name}/mean", []).extend([] if value is None else [value])
+    return {name: [min(values), max(values)] for name, values in seen.items() if values}
 
 
 def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
@@ -73,9 +96,6 @@ def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
     """Return a completion as the page shows it; `weights` are the reward weights in order, or empty."""
     rewards: dict[str, Any] = row["rewards"] if isinstance(row.get("rewards"), dict) else {}
-    factors = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
-    values = zip(factors, map(number, rewards.values()), strict=True)
-    known = [factor * value for factor, value in values if value is not None]
     fields = {
         "row": number(row.get("row")),
         "prompt": conversation(row.get("prompt"), "user"),
@@ -84,7 +104,7 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "tokens": number(row.get("tokens")),
         "finished": row.get("finished"),
         "rewards": {name: number(value) for name, value in rewards.items()},
-        "reward": number(sum(known)) if known else None,
+        "reward": weighted_reward(row, weights),
         "advantage": number(row.get("advantage")),
         "failure": None if row.get("failure") is None else _as_text(row["failure"]),
         "columns": {name: plain(value, MAX_CHARS) for name, value in row.items() if name not in FIELDS},
@@ -95,6 +115,15 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
             if isinstance(row.get(name), list) and len(row[name]) == len(texts):
                 fields[name] = plain(row[name], MAX_CHARS)
     return {name: value for name, value in fields.items() if value not in (None, {}, [])}
+
+
+def weighted_reward(row: Mapping[str, Any], weights: Sequence[float]) -> float | None:
+    """Return the sum of a completion's rewards by their weights, or None where it has none."""
+    rewards: dict[str, Any] = row["rewards"] if isinstance(row.get("rewards"), dict) else {}
+    factors = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
+    values = zip(factors, map(number, rewards.values()), strict=True)
+    known = [factor * value for factor, value in values if value is not None]
+    return number(sum(known)) if known else None
 
 
 def conversation(value: Any, role: str) -> list[Message]:

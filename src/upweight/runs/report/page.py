@@ -19,7 +19,7 @@ from upweight.runs.report.run import RunReader, folders_of
 from upweight.version import __version__
 
 STYLES = ("uplot/uPlot.min.css", "page.css")
-SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "completions.js", "sections.js", "main.js")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "spreads.js", "completions.js", "sections.js", "main.js")
 COMPARISON = "comparison.html"
 GENERIC = {"out", "output", "outputs", "run", "model"}  # folder names that do not identify a run
 

@@ -9,8 +9,9 @@ import yaml
 
 from upweight.processes import is_alive
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
+from upweight.runs.health import too_early
 from upweight.runs.report.charts import COMPARED, split_set
-from upweight.runs.report.completions import CompletionsReader
+from upweight.runs.report.completions import CompletionsReader, reward_ranges
 from upweight.runs.report.reading import POINTS, columns, number, plain
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
@@ -57,12 +58,14 @@ class RunReader:
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
             "settings": _flat_keys(config),
             "health": plain(self.health.read(), LONGEST_VERDICT),
+            "too_early": [one._asdict() for one in too_early(row for row in rows if isinstance(row.get("step"), int))],
             "steps": steps,
             "metrics": values,
             "eval_steps": eval_steps,
             "evaluated": evaluated,
             "held_out": first_and_last(eval_steps, evaluated, list(values)),
             "completions": completions,
+            "ranges": reward_ranges(completions),
             "notes": notes,
         }
 

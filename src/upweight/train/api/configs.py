@@ -77,7 +77,7 @@ class MethodArguments(TrainingArguments):
         known = [one.name for one in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
-                hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken."
+                hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken."
                 raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         return super().__new__(cls)
 
@@ -109,7 +109,7 @@ class MethodArguments(TrainingArguments):
     disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=True)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
-    router_aux_loss_coef: float | None = refused(None, "the routers' balance is not trained; remove it")
+    router_aux_loss_coef: float | None = field_for(OptimSection, "router_aux_loss_coef")
     use_liger_kernel: bool = no_effect(False, FUSED_HEAD)
     padding_free: bool = no_effect(False, PACKED)
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
@@ -74,14 +74,14 @@ def parts_for(
     for name in others:
         if name not in PASSED_OBJECTS:
             known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
-            hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
+            hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
-    _refuse_inputs(model, args, ref_model, peft_config, others.get("teacher_model"))
+    _refuse_inputs(model, args, ref_model, peft_config, others)
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -135,7 +135,7 @@ def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfi
     if loss is None:
         raise UserError(f"compute_loss_func: {type(args).__name__} has no `loss_type` that it could take the place of.")
     if {"outputs", "labels"} & set(asked_names(function)):
-        remedy = "Ask for `logps` and `mask` instead: docs/your_own_method.md has the names."
+        remedy = "Ask for `logps` and `mask` instead: `upweight docs your_own_method` has the names."
         raise UserError(f"compute_loss_func: logits are never built whole here, so there are no outputs. {remedy}")
     args = copy.copy(args)
     setattr(args, loss, UserFunction.of(function))
@@ -202,9 +202,11 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
 
 
-def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, teacher: Any) -> None:
-    """Raise for models and adapters of the wrong type, or that do not fit each other."""
-    for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", teacher)):
+def _refuse_inputs(
+    model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, others: Mapping[str, Any]
+) -> None:
+    """Raise for models and adapters of the wrong type, or that do not fit each other, and for missing rows."""
+    for name, value in (("model", model), ("ref_model", ref_model), ("teacher_model", others.get("teacher_model"))):
         if not isinstance(value, str | Model) and (value is not None or name == "model"):
             kinds = "a name, a transformers model or a PeftModel"
             raise UserError(f"{name}: expected {kinds}, got {type(value).__name__}.")
@@ -221,6 +223,17 @@ def _refuse_inputs(model: Any, args: MethodArguments, ref_model: Any, peft_confi
     if args.n_gpu > 1:
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
+    _require_rows(others.get("train_dataset"))
+
+
+def _require_rows(rows: Any) -> None:
+    """Raise where there is nothing to train on, or where it is a dataset's splits, of which some are for evaluation."""
+    if rows is None:
+        raise UserError("`train_dataset` is required: a Dataset, an IterableDataset, or a list of rows.")
+    if isinstance(rows, DatasetDict | IterableDatasetDict):
+        split = next(iter(rows), "train")
+        remedy = f"Pass one, as `dataset['{split}']`; a plain dict of datasets is a mixture of them."
+        raise UserError(f"train_dataset: {type(rows).__name__} holds splits. {remedy}")
 
 
 def _init_dtype(args: MethodArguments) -> torch.dtype | None:

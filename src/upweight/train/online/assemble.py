@@ -109,7 +109,8 @@ def build_rollouts(
     assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    _log_what_to_watch(method, section, online_settings.zero_advantage_reasons)
+    balanced = ["router_aux_loss_coef"] if policy.router_coefficient else []
+    _log_what_to_watch(method, section, [*online_settings.zero_advantage_reasons, *balanced])
     feature_matching = build_feature_matching(policy)
     sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:

@@ -31,12 +31,15 @@ from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
+from upweight.train.experts.record import ExpertLoads
 from upweight.train.loader import SaveFeed
 from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
+from upweight.train.recording.held_out_answers import HeldOutAnswers
 from upweight.train.recording.metrics import MetricsFile
 from upweight.train.recording.samples import samples_of_step
+from upweight.train.recording.start_summary import StartSummary
 from upweight.user_modules import CODE
 
 SHOWN_METRICS = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
@@ -253,7 +256,7 @@ def _call_each(methods: Sequence[Callable[..., None]], *arguments: Any, **kwargs
 
 
 class BeforeAndAfter(TrainerCallback):
-    """Evaluates after the last step of an online run, and logs what has changed since the first evaluation."""
+    """Evaluates after the last step, and logs what has changed since the first evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.evaluated = folder, -1
@@ -293,12 +296,16 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, MetricsFile(folder)]
-    callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
+    callbacks += [] if objects.from_script else [StartSummary(config, trainer), Progress(bar=shows_status())]
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
     callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(partial(samples_of_step, trainer))]
+    if trainer.runner.balance is not None:
+        callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.eval_samples and trainer.eval_dataset is not None:
+        callbacks += [HeldOutAnswers(trainer, run.eval_samples, folder), BeforeAndAfter(folder)]
     if trainer.feed is not None and trainer.rollouts is None:
         callbacks.append(SaveFeed(trainer.feed))
     if trainer.rollouts is not None:

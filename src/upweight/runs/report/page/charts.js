@@ -59,9 +59,19 @@ function bandOf(chart, run, base, values) {
   const middle = curves.smooth && !second ? smoothed(values, curves.smooth) : values;
   const spread = curves.smooth && !second ? smoothed(first, curves.smooth) : first;
   const both = (value, other, sign) => (value === null || other === null ? null : value + sign * other);
-  const low = second ? first : middle.map((value, at) => both(value, spread[at], -1));
-  const high = second || middle.map((value, at) => both(value, spread[at], 1));
+  const bound = reachable(run, base.metric, values);
+  const low = second ? first : middle.map((value, at) => bound(both(value, spread[at], -1)));
+  const high = second || middle.map((value, at) => bound(both(value, spread[at], 1)));
   return [{ ...base, kind: "high", values: high }, { ...base, kind: "low", values: low }];
+}
+
+// One standard deviation may lie beyond every value that a reward has: the band ends at those that were seen.
+function reachable(run, metric, values) {
+  const seen = (run.ranges || {})[metric];
+  if (!seen) return (value) => value;
+  const known = values.filter((value) => value !== null);
+  const [low, high] = [Math.min(seen[0], ...known), Math.max(seen[1], ...known)];
+  return (value) => (value === null ? null : Math.min(Math.max(value, low), high));
 }
 
 function tableOf(lines) {
@@ -205,8 +215,8 @@ function chartCard(chart, runs, verdicts) {
     onblur: () => { now.setAttribute("aria-live", "off"); },
   });
   const now = el("span", { class: "unseen", id: `${id}-now` });
-  const card = el("figure", { class: "chart", id },
-    el("figcaption", {}, el("span", { class: "chart-title" }, chart.title), unit && el("span", { class: "unit" }, unit), explain),
+  const card = el("figure", { class: "chart", id }, el("span", { class: "of-group" }, chart.group),
+    el("figcaption", {}, el("span", { class: "chart-title" }, plainName(chart.title)), unit && el("span", { class: "unit" }, unit), explain),
     legend, meaning, place, now);
   const drawn = { id, chart, card, legend, place, now, runs, verdicts };
   return drawn;
@@ -214,6 +224,7 @@ function chartCard(chart, runs, verdicts) {
 
 function drawChart(drawn) {
   const { chart, runs, place, id } = drawn;
+  if (drawn.card.hidden) return;
   const old = curves.plots.get(id);
   if (old) old.plot.destroy();
   const lines = linesOf(chart, runs);
@@ -289,16 +300,29 @@ function renderCurves(data, runs) {
   const offline = !runs.some((run) => run.online);
   const groups = offline ? ["Loss", ...data.groups.filter((name) => name !== "Loss")] : data.groups;
   curves.drawn = [];
-  const blocks = groups.map((group) => {
-    const own = charts.filter((chart) => chart.group === group);
-    if (!own.length) return null;
-    const cards = own.map((chart) => chartCard(chart, runs, verdicts));
-    curves.drawn.push(...cards);
-    const order = el("div", { class: "grid" }, cards.map((drawn) => drawn.card));
-    return el("section", { class: `group n${Math.min(own.length, 3)}`, "aria-label": group }, el("h3", {}, group), order);
-  });
-  fill(section, el("div", { class: "title-row" }, title, curveTools()), el("div", { class: "groups" }, blocks));
+  curves.drawn = groups.flatMap((group) => charts.filter((chart) => chart.group === group)).map((chart) => chartCard(chart, runs, verdicts));
+  const spreads = el("div", { class: "spreads", id: "spreads" });
+  fill(section, el("div", { class: "title-row" }, title, curveTools()),
+    el("div", { class: "grid" }, curves.drawn.map((drawn) => drawn.card), spreads), moreCurves());
+  foldCurves();
   curves.drawn.forEach(drawChart);
+  renderSpreads(runs);
+}
+
+// On a phone every curve takes a screen: the first ones stand there, the others come when they are asked for.
+const FEW_CURVES = 4;
+const isNarrow = () => matchMedia("(max-width: 640px)").matches;
+
+function moreCurves() {
+  return el("button", { class: "more", id: "more-curves", type: "button", onclick: () => { curves.all = true; foldCurves(); curves.drawn.forEach(drawChart); } });
+}
+
+function foldCurves() {
+  const folded = isNarrow() && !curves.all && curves.drawn.length > FEW_CURVES;
+  curves.drawn.forEach((drawn, place) => { drawn.card.hidden = folded && place >= FEW_CURVES; });
+  const button = byId("more-curves");
+  button.hidden = !folded;
+  button.textContent = `Show ${plural(curves.drawn.length - FEW_CURVES, "more curve")}`;
 }
 
 function emptyCurves(runs) {
@@ -330,6 +354,7 @@ function updateCurves(data, runs) {
       && chart.series.length === drawn.chart.series.length && chart.held_out.length === drawn.chart.held_out.length));
   if (!same || !charts.length) { renderCurves(data, runs); return; }
   const verdicts = runs.flatMap((run) => run.health);
+  renderSpreads(runs);
   for (const drawn of curves.drawn) {
     drawn.chart = charts.find((chart) => chart.title === drawn.chart.title && chart.group === drawn.chart.group);
     drawn.runs = runs;

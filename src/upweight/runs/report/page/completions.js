@@ -1,7 +1,7 @@
 "use strict";
 // What the model wrote: by step, sorted, filtered, token by token.
 
-const reading = { set: null, step: null, run: "all", sort: "reward", colour: "none", grouped: true, filter: "", shown: 12 };
+const reading = { set: null, step: null, run: "all", sort: "reward", colour: "none", grouped: true, filter: "", everywhere: false, shown: 12 };
 const MORE = 12;
 
 const SORTS = [
@@ -68,6 +68,10 @@ function completionTools(runs, sets) {
       oninput: (event) => { reading.filter = event.target.value; reading.shown = MORE; renderWritten(); },
     })),
     el("label", { class: "check" }, el("input", {
+      id: "everywhere", type: "checkbox", checked: reading.everywhere,
+      onchange: (event) => { reading.everywhere = event.target.checked; reading.shown = MORE; renderWritten(); },
+    }), " In all steps"),
+    el("label", { class: "check" }, el("input", {
       id: "grouped", type: "checkbox", checked: reading.grouped,
       onchange: (event) => { reading.grouped = event.target.checked; renderWritten(); },
     }), " Side by side for each prompt"),
@@ -103,9 +107,9 @@ function stepByKeys(event) {
 }
 
 function rowsNow(step) {
-  const parts = partsOf(state.runs).filter((part) => part.set === reading.set && part.step === step
+  const parts = partsOf(state.runs).filter((part) => part.set === reading.set && (step === null || part.step === step)
     && (reading.run === "all" || state.runs.length === 1 || Number(reading.run) === part.run));
-  return { rows: parts.flatMap((part) => part.rows.map((row) => ({ ...row, run: part.run }))), total: parts.reduce((sum, part) => sum + part.total, 0) };
+  return { rows: parts.flatMap((part) => part.rows.map((row) => ({ ...row, run: part.run, step: part.step }))), total: parts.reduce((sum, part) => sum + part.total, 0) };
 }
 
 function textOf(row) {
@@ -124,22 +128,23 @@ function renderWritten() {
   slider.disabled = steps.length < 2;
   slider.setAttribute("aria-valuetext", `step ${step}`);
   byId("step-now").textContent = reading.set === "" ? `Step ${step.toLocaleString("en")}` : `After step ${step.toLocaleString("en")}`;
-  const { rows, total } = rowsNow(step);
   const wanted = reading.filter.trim().toLowerCase();
+  const all = reading.everywhere && wanted !== "";
+  const { rows, total } = rowsNow(all ? null : step);
   const found = wanted ? rows.filter((row) => textOf(row).includes(wanted)) : rows;
   const by = SORTS.find(([name]) => name === reading.sort)[2];
   const sorted = found.map((row, place) => [by(row), place, row]).sort((one, other) => one[0] - other[0] || one[1] - other[1]).map(([, , row]) => row);
   const largest = Math.max(...rows.flatMap((row) => [row.advantage || 0, ...(row.token_advantages || [])]).map(Math.abs), 1e-9);
   const groups = grouped(sorted);
-  const now = groups.slice(0, reading.grouped ? Math.ceil(reading.shown / 3) : reading.shown);
+  const now = groups.slice(0, Math.ceil((reading.grouped ? reading.shown / 3 : reading.shown) / (isNarrow() ? 2 : 1)));
   const kept = total > rows.length ? ` (the run wrote ${total.toLocaleString("en")})` : "";
-  byId("written-count").textContent = wanted ? `${found.length} of ${plural(rows.length, "completion")} hold \u201c${reading.filter.trim()}\u201d`
+  byId("written-count").textContent = wanted ? `${found.length} of ${plural(rows.length, "completion")} ${all ? `of ${plural(steps.length, "step")} ` : ""}hold \u201c${reading.filter.trim()}\u201d`
     : `${plural(rows.length, "completion")} of ${plural(new Set(rows.map(promptKey)).size, "prompt")}${kept}`;
   const hint = COLOURS[reading.colour][1];
   const missing = reading.colour !== "none" && !found.some((row) => tokenValues(row, reading.colour, largest));
   fill(list,
     reading.colour !== "none" && el("p", { class: "hint" }, missing ? missingColour() : hint),
-    found.length ? now.map((group) => groupCard(group, wanted, largest)) : el("p", { class: "empty" }, wanted ? "No completion of this step holds these words." : "Nothing was written in this step."),
+    found.length ? now.map((group) => groupCard(group, wanted, largest)) : el("p", { class: "empty" }, wanted ? `No completion of ${all ? "any" : "this"} step holds these words.` : "Nothing was written in this step."),
     now.length < groups.length && el("button", { class: "more", type: "button", onclick: () => { reading.shown += 2 * MORE; renderWritten(); } },
       `Show more (${plural(groups.length - now.length, reading.grouped ? "prompt" : "completion")} left)`));
 }
@@ -155,7 +160,7 @@ function grouped(rows) {
   if (!reading.grouped) return rows.map((row) => [row]);
   const groups = new Map();
   for (const row of rows) {
-    const key = promptKey(row);
+    const key = `${reading.everywhere && reading.filter.trim() ? row.step : ""}${promptKey(row)}`;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(row);
   }
@@ -169,7 +174,19 @@ function groupCard(rows, wanted, largest) {
   const shared = new Set(common.map(([name]) => name));
   return el("article", { class: "prompt-group" },
     el("div", { class: "prompt" }, (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of its row")),
-    el("div", { class: rows.length > 1 ? "answers" : "answers one" }, rows.map((row) => answerCard(row, wanted, largest, shared))));
+    el("div", { class: rows.length > 1 ? "answers" : "answers one", tabIndex: rows.length > 1 ? 0 : undefined },
+      folded(rows).map(([row, count]) => answerCard(row, wanted, largest, shared, count))));
+}
+
+// Completions that are word for word alike and score alike, once, with their number.
+function folded(rows) {
+  const alike = new Map();
+  for (const row of rows) {
+    const key = JSON.stringify([row.run, row.step, row.messages, row.completion, row.rewards, row.advantage, row.finished, row.failure]);
+    if (alike.has(key)) alike.get(key)[1] += 1;
+    else alike.set(key, [row, 1]);
+  }
+  return [...alike.values()];
 }
 
 function columnsOf(columns, words) {
@@ -183,13 +200,15 @@ function bubble(message, wanted, body) {
     el("span", { class: "role" }, message.role), el("div", { class: "said" }, body || marked(message.content, wanted)));
 }
 
-function answerCard(row, wanted, largest, shared) {
+function answerCard(row, wanted, largest, shared, count) {
   const several = state.runs.length > 1;
   const chips = Object.entries(row.rewards || {}).map(([name, value]) => el("span", { class: "chip" }, `${name} `, el("b", {}, show(value))));
   const swatch = several && el("i", { class: "swatch", "aria-hidden": "true" });
   if (swatch) swatch.style.color = runColour(row.run);
   const head = el("header", {},
     swatch, several && el("span", { class: "of" }, state.runs[row.run].name),
+    count > 1 && el("span", { class: "tag times", title: "So many completions are word for word the same and score alike" }, `\u00d7 ${count}`),
+    reading.everywhere && reading.filter.trim() && el("span", { class: "small" }, `step ${row.step}`),
     row.reward !== undefined && el("span", { class: "score", title: "Reward: the sum, by weight" }, show(row.reward)),
     row.advantage !== undefined && el("span", { class: `advantage ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`, title: "Advantage: how much better than its group" },
       `${row.advantage > 0 ? "\u25b2" : row.advantage < 0 ? "\u25bc" : ""} ${signed(row.advantage)}`),

@@ -95,6 +95,11 @@ function metricWords(name) {
   return name;
 }
 
+// A metric that no chart names, in words: `my_metric/of` is "my metric, of".
+function plainName(name) {
+  return /^[a-z0-9_./@-]+$/.test(name) ? name.replace(/\//g, ", ").replace(/_/g, " ") : name;
+}
+
 // A colour of the page as six digits; it stands there for both themes.
 function cssColour(name) {
   const [light, dark] = getComputedStyle(document.documentElement).getPropertyValue(name).match(/#\w+/g);

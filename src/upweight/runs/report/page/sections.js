@@ -148,6 +148,11 @@ function code(text) {
 }
 
 function showChart(drawn) {
+  if (drawn.card.hidden) {
+    curves.all = true;
+    foldCurves();
+    curves.drawn.forEach(drawChart);
+  }
   drawn.card.scrollIntoView({ block: "center", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
   drawn.place.focus({ preventScroll: true });
   drawn.card.classList.add("found");
@@ -163,10 +168,21 @@ function renderHealth(data, runs) {
   if (section.hidden) { fill(section); return; }
   const alarms = (verdict) => (verdict.level === "alarm" ? 0 : 1);
   all.sort(([one], [other]) => alarms(one) - alarms(other) || other.step - one.step);
+  const alarmsWait = runs.some((run) => run.too_early.some((rule) => rule.level === "alarm"));
+  const early = runs.map((run) => earlyNote(run, runs.length > 1)).filter(Boolean);
   fill(section, el("h2", { id: "health-title" }, "Health"),
     all.length ? el("ul", { class: "verdicts" }, all.map(([verdict, run]) => verdictCard(verdict, run, runs.length > 1)))
-      : el("p", { class: ended ? "well" : "well good" }, ended ? "No rule had spoken before the run broke off."
-        : `No verdicts. What was logged has been held against ${data.rules} rules for runs that go wrong, and none applies.`));
+      : ended ? el("p", { class: "well" }, "No rule had spoken before the run broke off.")
+        : !alarmsWait && el("p", { class: "well good" }, `No verdicts. What was logged has been held against ${data.rules} rules for runs that go wrong, and none applies.`),
+    early);
+}
+
+function earlyNote(run, several) {
+  const waiting = run.too_early;
+  if (!waiting.length) return null;
+  return el("p", { class: "well" }, el("strong", {}, "Too early: "), several && `${run.name}: `,
+    `${plural(run.step, "step")} ${run.step === 1 ? "is" : "are"} too few for ${plural(waiting.length, "rule")}. They judge from the step named on: `,
+    `${waiting.map((rule) => `${rule.name} (${rule.step})`).join(", ")}.`);
 }
 
 function renderHeldOut(runs) {
@@ -175,7 +191,8 @@ function renderHeldOut(runs) {
   section.hidden = !found.length;
   if (section.hidden) { fill(section); return; }
   fill(section, el("h2", { id: "held-out-title" }, "Before and after"),
-    el("p", { class: "hint" }, "The first evaluation on rows that were not trained on, against the last."),
+    el("p", { class: "hint" }, "The first evaluation on rows that were not trained on, against the last.",
+      found.some(([, part]) => part.lines[0].first > 0) && " The model before training was not evaluated: eval_on_start: true does that."),
     found.map(([run, part]) => {
       const words = [runs.length > 1 && run.name, part.set].filter(Boolean).join(", ");
       const [first, last] = [part.lines[0].first, part.lines[0].last];
@@ -207,7 +224,7 @@ function answersOf(run, part) {
     row.reward !== undefined && el("span", { class: "small" }, `reward ${show(row.reward)}`));
   const line = (key) => el("tr", {}, el("th", { scope: "row" }, (before.get(key).prompt || []).slice(-1).map((message) => message.content)), cell(before.get(key)), cell(after.get(key)));
   const rows = keys.map(line);
-  return el("details", { class: "answers-then", open: true }, el("summary", {}, "Answers to held-out prompts, then and now"),
+  return el("details", { class: "answers-then", open: !isNarrow() }, el("summary", {}, "Answers to held-out prompts, then and now"),
     el("table", { class: "then-now" }, el("thead", {}, el("tr", {}, ["Prompt", `Step ${files[0].step}`, `Step ${files[files.length - 1].step}`].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, rows.slice(0, 4))), moreRows(rows.slice(4)));
 }

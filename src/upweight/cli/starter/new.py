@@ -1,0 +1,281 @@
+"""`upweight new`: three questions (the file, the model, the method), and a config for the user's own rows."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from upweight.data.columns import ROLES, guess_columns, mapping, misses_columns
+from upweight.errors import UserError, did_you_mean
+from upweight.log import logger
+
+if TYPE_CHECKING:
+    from upweight.config import Config
+
+LOOKED_AT = 200  # rows, for their columns and lengths
+SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "reward": "pairs", "kto": "labelled",
+         "sft": "text", "grpo": "prompts"}  # fmt: skip
+HEADS = {
+    "reward": "reward_model: true",
+    "sft": "",
+    "kto": "rl: kto\nrl_beta: 0.1   # lower lets the model move further from where it began",
+    "dpo": "rl: dpo\nrl_beta: 0.1   # lower lets the model move further from where it began",
+    "grpo": "rl: grpo",
+}
+REWARDS = '''"""What a good answer is: change `good`. Try it without training: upweight rewards {config}"""
+
+
+def good(completions, **columns):
+    """Return one number for each completion; `columns` holds the columns of its rows, as lists."""
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    return [float(len(text.split()) <= 40) for text in texts]  # as an example: short answers
+'''
+
+
+@dataclass
+class Plan:
+    """What is known of the config to write."""
+
+    file: Path
+    rows: Sequence[Mapping[str, Any]]
+    method: str
+    model: str
+    entry: dict[str, Any] = field(default_factory=dict)  # of `datasets`, beside the path
+    sequence_len: int = 1024
+    memory: dict[str, str] = field(default_factory=dict)  # keys that make it fit
+    notes: list[str] = field(default_factory=list)
+    answer: str | None = None  # the column with right answers, for rewards
+
+
+def new(
+    file: Annotated[Path | None, typer.Argument(help="Your rows, as .csv or .jsonl; asked otherwise.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder of a model; asked otherwise.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; proposed and asked otherwise.")] = None,
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("config.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed, without questions.")] = False,
+) -> None:
+    """Write a config for your own file of rows: columns mapped, method proposed, memory checked."""
+    if output.exists():
+        raise UserError(f"{output} would be written over. Name another file with --output.")
+    ask = _accept if yes or not _is_terminal() else _ask
+    path = file or Path(ask("Which file holds your rows?", None, "FILE")).expanduser()
+    rows = _rows_of(path)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    proposed, why = propose(columns, rows[0])
+    if method is None:
+        print(f"{path}: columns {', '.join(columns)}; {why}")
+        method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
+    if method not in KINDS:
+        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{did_you_mean(method, KINDS)}")
+    from upweight.cli.starter.init import MODEL
+
+    model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
+    plan = Plan(path, rows, method, model)
+    _map_columns(plan, columns)
+    _fit_model(plan, output)
+    _write(plan, output)
+
+
+def propose(columns: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the method that learns from rows with these columns, and why."""
+    pairs, labelled = guess_columns("pairs", columns), guess_columns("labelled", columns)
+    if {"chosen", "rejected"} <= pairs.keys():
+        return "dpo", f"'{pairs['chosen']}' and '{pairs['rejected']}' look like a better and a worse answer: dpo"
+    if {"completion", "label"} <= labelled.keys() and _is_label(row.get(labelled["label"])):
+        return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
+    if not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2:
+        return "sft", "these look like answers as they should be: sft (grpo, if answers can be scored)"
+    if "prompt" in guess_columns("prompts", columns):
+        return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
+    known = "prompt with chosen and rejected, completion and label, completion, or messages"
+    raise UserError(f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats).")
+
+
+def _is_label(value: Any) -> bool:
+    return str(value).strip().lower() in ("true", "false", "0", "1", "0.0", "1.0")
+
+
+def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
+    """Return the first rows of a file."""
+    from upweight.config.sections.data import DatasetSpec
+    from upweight.data.sources.open import open_entry
+
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    rows = open_entry(DatasetSpec(path=str(file.resolve())), "datasets[0]", Path.cwd()).rows()
+    return rows.take(0, min(LOOKED_AT, len(rows)))
+
+
+def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
+    """Add to the entry how its columns are read."""
+    import yaml
+
+    kind = KINDS[plan.method]
+    guessed = guess_columns(kind, columns)
+    plan.answer = guess_columns("text", columns).get("output") if plan.method == "grpo" else None
+    if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
+        plan.entry["type"] = "completion"  # raw text
+    elif misses_columns(kind, columns) or (kind == "pairs" and "prompt" not in columns and "prompt" in guessed):
+        found = mapping(kind, columns)
+        if found is None:
+            problem = f"{plan.method} needs {', '.join(ROLES[kind])}, and not all are recognised among"
+            raise UserError(f"{plan.file}: {problem} {', '.join(columns)}. Rename columns (upweight docs formats).")
+        plan.entry |= yaml.safe_load(found)
+        plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in guessed.items())}")
+
+
+def _fit_model(plan: Plan, output: Path) -> None:
+    """Read the tokenizer for the template and for lengths, and choose the keys with which training fits in memory."""
+    from upweight.config import parse_config
+    from upweight.log import quiet_transformers
+    from upweight.models.tokenizer import load_tokenizer
+
+    quiet_transformers()
+    config: Config = parse_config(_content(plan), folder=output.resolve().parent)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except UserError as error:
+        plan.notes.append(f"lengths and memory are not checked: {error}")
+        return
+    prompt = _prompt_column(plan)
+    if getattr(tokenizer, "chat_template", None) and prompt and isinstance(plan.rows[0].get(prompt), str):
+        plan.entry["as_messages"] = True
+    longest = max(sum(len(tokenizer(text)["input_ids"]) for text in _texts(row)) for row in plan.rows)
+    plan.sequence_len = next((size for size in SEQUENCE_LENGTHS if size >= 1.2 * longest), SEQUENCE_LENGTHS[-1])
+    plan.notes.append(f"lengths: up to {longest} tokens in {len(plan.rows)} rows; sequence_len {plan.sequence_len}")
+    _choose_memory(plan, output)
+
+
+def _choose_memory(plan: Plan, output: Path) -> None:
+    """Take the first way of training whose estimate fits."""
+    from upweight.config import parse_config
+    from upweight.models.memory_plan import MemoryPlan, plan_memory
+
+    def estimated(way: dict[str, str]) -> MemoryPlan:
+        plan.memory = way
+        return plan_memory(parse_config(_content(plan), folder=output.resolve().parent))
+
+    recompute = {"gradient_checkpointing": "true"}
+    estimate = estimated({})
+    for way in (recompute, {**recompute, "adapter": "qlora", "load_in_4bit": "true"}):
+        if not estimate.fits:
+            estimate = estimated(way)
+    plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))
+
+
+def _prompt_column(plan: Plan) -> str | None:
+    form = plan.entry.get("type")
+    if isinstance(form, dict):
+        return form.get("field_prompt") or form.get("field_instruction")
+    return "prompt" if form is None and "prompt" in plan.rows[0] else None
+
+
+def _texts(row: Mapping[str, Any]) -> list[str]:
+    """Return every text of a row, those of messages too."""
+    texts: list[str] = []
+    for value in row.values():
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            texts += [str(one.get("content") or one.get("value") or "") for one in value if isinstance(one, Mapping)]
+    return texts
+
+
+def _content(plan: Plan) -> dict[str, Any]:
+    """Return the config as values."""
+    import yaml
+
+    return yaml.safe_load(_text(plan, Path("config.yaml")))
+
+
+def _text(plan: Plan, output: Path) -> str:
+    """Return the config as commented YAML."""
+    import yaml
+
+    entry = {"path": str(_relative(plan.file, output)), **plan.entry}
+    lines = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)
+    memory = dict(plan.memory)
+    adapter = memory.pop("adapter", "lora")
+    held_out = min(32, max(len(plan.rows) // 10, 1)) if len(plan.rows) > 4 else 0
+    answers = held_out and plan.method not in ("grpo", "reward")
+    head = HEADS.get(plan.method, f"rl: {plan.method}")
+    parts = [
+        f"# {plan.method} on {plan.file.name}, written by `upweight new`. Every key: `upweight docs config`.",
+        f"base_model: {plan.model}",
+        *([head] if head else []),
+        *(_rollout_lines(plan) if plan.method == "grpo" else []),
+        "",
+        "datasets:",
+        *(f"  {line}" for line in lines.rstrip().splitlines()),
+        f"val_set_size: {held_out}   # rows held out, on which the run evaluates",
+        *([f"eval_samples: {min(held_out, 8)}   # of which so many are answered before and after"] if answers else []),
+        *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
+        "",
+        f"adapter: {adapter}   # trains a few weights beside the model; drop these four lines to train all",
+        "lora_r: 16",
+        "lora_alpha: 32",
+        "lora_target_linear: true",
+        *(f"{key}: {value}" for key, value in memory.items()),
+        "",
+        "learning_rate: 1e-4   # the peak; ten times less where all weights train",
+        f"micro_batch_size: {8 if plan.method in ('grpo', 'kto') else 2}   # rows of a step, times the next line",
+        f"gradient_accumulation_steps: {1 if plan.method == 'grpo' else 4}",
+        "num_epochs: 1",
+        "logging_steps: 1",
+        f"output_dir: {output.stem if output.stem != 'config' else plan.file.stem}-out",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _rollout_lines(plan: Plan) -> list[str]:
+    reward = "rewards.good   # in rewards.py, beside this file: change it"
+    if plan.answer:
+        reward = f"exact(column={plan.answer})   # `upweight docs rewards` lists others"
+    return [
+        "trl:",
+        "  num_generations: 8   # completions of each prompt, compared with each other",
+        "  max_completion_length: 256   # tokens; longer ones are cut",
+        "  reward_funcs:",
+        f"    - {reward}",
+    ]
+
+
+def _relative(file: Path, output: Path) -> Path:
+    """Return the file as the config names it: from its own folder where it lies below."""
+    folder = output.resolve().parent
+    return file.resolve().relative_to(folder) if file.resolve().is_relative_to(folder) else file.resolve()
+
+
+def _write(plan: Plan, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    rewards = output.parent / "rewards.py"
+    output.write_text(_text(plan, output), encoding="utf-8")
+    if plan.method == "grpo" and not plan.answer and not rewards.exists():
+        rewards.write_text(REWARDS.format(config=output), encoding="utf-8")
+        plan.notes.append(f"rewards: {rewards} has an example; say there what a good answer is")
+    for note in plan.notes:
+        logger.info("%s", note)
+    print(f"{output}\nnext: upweight preprocess {output} --show 2, then upweight train {output}")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _ask(question: str, proposed: str | None, flag: str) -> str:
+    """Ask on the terminal; an empty answer takes what is proposed."""
+    while True:
+        answer = input(f"{question}{f' [{proposed}]' if proposed else ''}\n> ").strip() or proposed
+        if answer:
+            return answer
+
+
+def _accept(question: str, proposed: str | None, flag: str) -> str:
+    """Take what is proposed; without a terminal there is nobody to ask."""
+    if proposed is None:
+        raise UserError(f"{question} Name it: {flag}")
+    return proposed

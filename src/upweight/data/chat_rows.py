@@ -1,0 +1,68 @@
+"""Plain texts for a model with a chat template: made turns where the entry asks for it, else a warning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from upweight.config.rules.data import CHAT_KINDS
+from upweight.config.sections.data import UserFormat
+from upweight.data.examples import Example, Format, Setup
+from upweight.data.raw_row import Row, RowError
+from upweight.log import warn_once
+
+ANSWERS = ("chosen", "rejected", "completion")
+
+
+def read_as_messages(plain: Format, setup: Setup, row: Row) -> list[Example]:
+    """Read a row by the format of rows without a `type`, with its texts made turns."""
+    return plain(setup, as_messages(setup, row))
+
+
+def as_messages(setup: Setup, row: Row) -> Row:
+    """Return a row whose prompt is a user's turn and whose answers are an assistant's; messages stay as they are."""
+    columns = _columns_of(setup)
+    texts = {role: row.value(column) for role, column in columns.items() if row.has(column)}
+    prompt = texts.get("prompt")
+    if prompt is None:
+        raise RowError(columns["prompt"], "a prompt, which `as_messages` makes the user's turn")
+    used = {column for column in columns.values() if column in row}
+    turns: dict[str, Any] = {name: value for name, value in row.items() if name not in used}
+    extra = turns.pop(setup.form.field_input, None) if setup.method.formats() == "text" else None
+    if isinstance(prompt, str):
+        content = f"{prompt}\n\n{extra}" if isinstance(extra, str) and extra else prompt
+        system = row.optional_text(setup.form.field_system) or setup.form.system_prompt
+        before = [{"role": "system", "content": system}] if system and not setup.entry.field_system else []
+        turns["prompt"] = [*before, {"role": "user", "content": content}]
+    else:
+        turns["prompt"] = prompt
+    for role in ANSWERS:
+        if role in texts:
+            answer = texts[role]
+            turns[role] = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    return Row(turns | ({"label": texts["label"]} if "label" in texts else {}))
+
+
+def _columns_of(setup: Setup) -> dict[str, str]:
+    """Return the columns of prompt, answers and label: as a mapping names them, else as rows have them."""
+    form, is_text = setup.form, setup.method.formats() == "text"
+    mapped = isinstance(setup.entry.type, UserFormat)
+    columns = {"prompt": form.field_prompt, "chosen": form.field_chosen, "rejected": form.field_rejected}
+    columns |= {"completion": form.field_completion, "label": form.field_label}
+    if is_text and mapped:
+        columns |= {"prompt": form.field_instruction, "completion": form.field_output}
+    return columns
+
+
+def say_plain_text(setup: Setup, where: str, row: Mapping[str, Any]) -> None:
+    """Warn that the prompts of an entry are plain text for a model with a chat template, unless the entry says so."""
+    template = getattr(setup.tokens.tokenizer, "chat_template", None)
+    has_choice = setup.method.formats() in CHAT_KINDS and not isinstance(setup.entry.type, str)
+    if setup.entry.as_messages is not None or not template or not has_choice:
+        return
+    prompt = Row(row).value(_columns_of(setup)["prompt"])
+    marks = [mark for mark in setup.tokens.tokenizer.all_special_tokens if len(mark) > 2]
+    if isinstance(prompt, str) and not any(mark in prompt for mark in marks):
+        warn_once(
+            f"{where}: these prompts are plain text, and the model's chat template is not applied to them, while "
+            "`upweight inference` applies it. `as_messages: true` in this entry trains on them as turns of a user and "
+            "an assistant; `as_messages: false` keeps plain text without this line"
+        )

@@ -1,0 +1,99 @@
+"""Which columns of a user's rows hold what, by their names; and the first row of a file. Imports nothing heavy."""
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+# Columns that a `type` mapping can name, by the kind of data.
+ROLES = {
+    "pairs": ("prompt", "chosen", "rejected"),
+    "labelled": ("prompt", "completion", "label"),
+    "text": ("instruction", "output"),
+    "prompts": ("prompt",),
+}
+ASKED = ("prompt", "question", "instruction", "query", "input", "problem", "task", "user", "context", "request")
+ANSWERED = ("completion", "output", "answer", "response", "reply", "solution", "target", "assistant", "text")
+NAMES = {  # words in the names of columns, the likeliest first
+    "prompt": ASKED,
+    "instruction": ("instruction", *ASKED),
+    "chosen": ("chosen", "better", "good", "preferred", "accepted", "winner", "winning", "best", "positive", "liked"),
+    "rejected": ("rejected", "worse", "bad", "dispreferred", "declined", "loser", "losing", "worst", "negative"),
+    "completion": ANSWERED,
+    "output": ("output", *ANSWERED),
+    "label": ("label", "desirable", "thumbs", "thumb", "liked", "upvoted", "good", "correct", "rating", "feedback"),
+}
+# What rows without a `type` need, by the kind of data: all of one of these.
+PLAIN = {
+    "pairs": (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
+    "labelled": (("completion", "label"), ("chosen", "rejected")),
+    "text": (("messages",), ("conversations",), ("prompt", "completion"), ("instruction",), ("text",), ("input_ids",)),
+    "prompts": (("prompt",),),
+}
+LONGEST_LINE = 1 << 22  # characters that are read of a file to find its first row
+
+
+def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
+    """Return the column for each role of a kind of data; a role without a likely column is left out."""
+    left = list(columns)
+    found: dict[str, str] = {}
+    for role in ROLES.get(kind, ()):
+        column = next((name for word in (role, *NAMES[role]) for name in left if word in _words(name)), None)
+        column = column or next(iter(get_close_matches(role, left, 1, 0.75)), None)
+        if column is not None:
+            found[role] = column
+            left.remove(column)
+    return found
+
+
+def _words(name: str) -> list[str]:
+    """Return the words in the name of a column: `userQuestion_1` holds user and question."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return [name.lower(), *re.findall(r"[a-z]+", spaced.lower())]
+
+
+def mapping(kind: str, columns: Iterable[str]) -> str | None:
+    """Return the `type` that reads columns of other names, to paste; None where some are not recognised."""
+    found = guess_columns(kind, columns)
+    if not found or len(found) < len(ROLES[kind]):
+        return None
+    return f"type: {{{', '.join(f'field_{role}: {_quoted(name)}' for role, name in found.items())}}}"
+
+
+def _quoted(name: str) -> str:
+    """Return a name as YAML takes it inside braces."""
+    return name if re.fullmatch(r"[A-Za-z_][\w .-]*", name) else json.dumps(name, ensure_ascii=False)
+
+
+def misses_columns(kind: str, columns: Iterable[str]) -> bool:
+    """Return whether rows with these columns cannot be read without a `type`."""
+    there = set(columns)
+    return kind in PLAIN and not any(there.issuperset(needed) for needed in PLAIN[kind])
+
+
+def first_row(file: Path) -> dict[str, Any] | None:
+    """Return the first row of a file of JSON or CSV; None for other files, and where it cannot be read."""
+    plain = file.with_suffix("") if file.suffix == ".gz" else file
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as opened:
+            if plain.suffix in (".csv", ".tsv"):
+                return next(csv.DictReader(opened, delimiter="\t" if plain.suffix == ".tsv" else ","), None)
+            if plain.suffix not in (".jsonl", ".json", ".ndjson"):
+                return None
+            text = opened.read(LONGEST_LINE).lstrip()
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return None
+    return _first_object(text)
+
+
+def _first_object(text: str) -> dict[str, Any] | None:
+    """Return the first object of JSON lines, or of a list of objects."""
+    try:
+        row, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

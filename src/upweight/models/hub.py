@@ -1,0 +1,78 @@
+"""Whether the hub can be reached, asked once; and the models that this machine has without it."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+
+from upweight.log import logger, warn_once
+
+LIMIT_SECONDS = 5.0
+DEMO_MODELS = Path(".cache") / "demo"  # where `make demo` puts the model that it fetches
+
+
+def is_offline() -> bool:
+    """Return whether nothing is to be asked of the hub: it is switched off, or it did not answer."""
+    return constants.HF_HUB_OFFLINE or not _answers()
+
+
+@cache
+def _answers() -> bool:
+    """Ask the hub once; where no answer comes, switch it off for this process and those that it starts."""
+    problems: list[str] = []
+    # The library looks up names without a limit, so the whole question has one.
+    asking = threading.Thread(target=_ask, args=(problems,), daemon=True, name="hub")
+    asking.start()
+    asking.join(LIMIT_SECONDS + 1)
+    if asking.is_alive():
+        problems.append(f"no answer in {LIMIT_SECONDS:g} s")
+    if not problems:
+        return True
+    logger.warning(
+        "warning: the hub (%s) cannot be reached (%s): only what is on this machine is used. "
+        "HF_HUB_OFFLINE=1 skips this question.",
+        constants.ENDPOINT,
+        problems[0],
+    )
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    if (config := sys.modules.get("datasets.config")) is not None:  # it read the variable when it was imported
+        vars(config)["HF_HUB_OFFLINE"] = True
+    return False
+
+
+def _ask(problems: list[str]) -> None:
+    """Send one small request; whatever is answered, the hub is there."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=LIMIT_SECONDS)
+    except Exception as error:  # of the network, of a proxy, of certificates: none of them is an answer
+        problems.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+
+
+def local_copy(model: str) -> Path | None:
+    """Return the GGUF file that `make demo` fetched for a model, where the library's cache does not have the model."""
+    if (Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "snapshots").is_dir():
+        return None
+    file = next((file for file in _demo_files() if file.parent.name == model.rpartition("/")[2]), None)
+    if file is not None:
+        warn_once(f"{model}: {file} is used, which `make demo` fetched; its weights are rounded to fewer bits")
+    return file
+
+
+def models_here() -> list[str]:
+    """Return how `base_model` can name the models that this machine has."""
+    stored = sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots"))
+    names = [folder.parent.name.removeprefix("models--").replace("--", "/") for folder in stored]
+    return [*names, *map(str, _demo_files())]
+
+
+def _demo_files() -> Iterator[Path]:
+    """Yield the models of `make demo`, run in this folder or one above, or in the checkout that is installed."""
+    here = Path.cwd()
+    roots = dict.fromkeys([here, *here.parents, Path(__file__).parents[3]])
+    for root in roots:
+        yield from sorted((root / DEMO_MODELS).glob("*/*.gguf"))

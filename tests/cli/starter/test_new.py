@@ -1,0 +1,114 @@
+"""A config for somebody's own file: columns mapped, method proposed, memory checked; and it trains."""
+
+import csv
+import json
+
+import pytest
+import yaml
+
+from made_runs import upweight, write_model
+from upweight.cli.starter.new import new, propose
+from upweight.errors import UserError
+
+TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content }}<|im_end|>
+{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
+PAIRS = [{"question": f"What is {n}?", "good": f"It is {n}.", "bad": "No idea."} for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("new") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def write_csv(file, rows):
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize(
+    ("columns", "method"),
+    [
+        (["question", "good", "bad"], "dpo"),
+        (["prompt", "completion", "label"], "kto"),
+        (["question", "answer"], "sft"),
+        (["messages"], "sft"),
+        (["text"], "sft"),
+        (["prompt", "id"], "grpo"),
+    ],
+)
+def test_the_method_is_proposed_by_the_columns(columns, method):
+    assert propose(columns, dict.fromkeys(columns, "true"))[0] == method
+
+
+def test_columns_that_nobody_knows():
+    with pytest.raises(UserError, match="no column is recognised among a, b"):
+        propose(["a", "b"], {})
+
+
+def test_a_csv_becomes_a_config_that_trains(tmp_path, model):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    done = upweight("new", "mine.csv", "--model", model, "--yes", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "columns: prompt is 'question', chosen is 'good', rejected is 'bad'" in done.stderr
+    assert "memory: about" in done.stderr
+    content = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    fields = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad"}
+    assert content["datasets"] == [{"path": "mine.csv", "type": fields, "as_messages": True}]
+    assert (content["rl"], content["adapter"]) == ("dpo", "lora")
+    shown = upweight("preprocess", "config.yaml", "--show", 1, folder=tmp_path)
+    assert "<|im_start|>user" in json.loads(shown.stdout)["prompt"]
+    trained = upweight("train", "config.yaml", "max_steps=1", folder=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "mine-out" / "adapter_config.json").is_file()
+    assert "would be written over" in upweight("new", "mine.csv", "--yes", folder=tmp_path).stderr
+
+
+def test_prompts_get_a_reward_to_change(tmp_path, model):
+    rows = [{"prompt": f"Say {n}."} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = upweight("new", "prompts.jsonl", "--model", model, "--output", "say/it.yaml", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "def good(completions" in (tmp_path / "say" / "rewards.py").read_text()
+    assert upweight("validate", "say/it.yaml", folder=tmp_path).returncode == 0
+    tried = upweight("rewards", "say/it.yaml", "--prompts", 1, "trl.max_completion_length=4", folder=tmp_path)
+    assert tried.returncode == 0, tried.stderr
+
+
+def test_a_model_that_is_not_there_is_said_and_the_config_is_written(tmp_path):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    done = upweight("new", "mine.csv", "--model", "nobody/nothing", "--method", "simpo", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "lengths and memory are not checked" in done.stderr
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "simpo"
+
+
+def test_a_terminal_is_asked_three_questions(tmp_path, model, monkeypatch, capsys):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    said, questions = iter(["mine.csv", "", str(model)]), []
+    monkeypatch.setattr("builtins.input", lambda question: (questions.append(question), next(said))[1])
+    new()
+    assert [question.split("?")[0] for question in questions] == [
+        "Which file holds your rows",
+        "Which method",
+        "Which model",
+    ]
+    assert "look like a better and a worse answer: dpo" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "dpo"
+
+
+def test_what_cannot_be_done(tmp_path):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    assert "there is no such file" in upweight("new", "no.csv", "--yes", folder=tmp_path).stderr
+    assert "Name it: FILE" in upweight("new", folder=tmp_path).stderr
+    wrong = upweight("new", "mine.csv", "--method", "dpoo", folder=tmp_path)
+    assert (wrong.returncode, "Did you mean 'dpo'" in wrong.stderr) == (2, True)
+    unfit = upweight("new", "mine.csv", "--method", "kto", folder=tmp_path)
+    assert "kto needs prompt, completion, label" in unfit.stderr

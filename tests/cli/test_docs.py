@@ -1,0 +1,51 @@
+"""The documentation in the terminal."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from upweight.cli import docs
+from upweight.cli.app import app
+from upweight.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed(*arguments):
+    done = CliRunner().invoke(app, ["docs", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_pages_are_listed_printed_and_searched():
+    folder = ROOT / "docs"
+    pages = {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.md")}
+    assert {line.split()[2] for line in printed().splitlines()} == pages
+    assert printed("grpo") == printed("docs/grpo.md") == (ROOT / "docs" / "grpo.md").read_text()
+    assert all("num_generations" in line for line in printed("--search", "num_generations").splitlines())
+    assert printed("grpo", "--search", "num_generations").startswith("grpo (")
+
+
+def test_a_page_that_is_not_there():
+    with pytest.raises(UserError, match=r"no page 'gropo'. Did you mean 'grpo'"):
+        docs.docs("gropo")
+    with pytest.raises(UserError, match="no page holds 'xyzzy'"):
+        docs.docs(search="xyzzy")
+
+
+def test_the_pages_of_a_wheel_come_first(tmp_path, monkeypatch):
+    (tmp_path / "index.md").write_text("# Mine\n")
+    monkeypatch.setattr(docs, "PLACES", (tmp_path, *docs.PLACES))
+    assert printed() == "upweight docs index             Mine\n"
+
+
+def test_messages_name_pages_as_a_command_that_everyone_has():
+    named = re.compile(r"docs/[\w-]+\.md")
+    files = [file for file in (ROOT / "src" / "upweight").rglob("*.py") if file.name != "docs.py"]
+    texts = {str(file): named.findall(file.read_text()) for file in files if "`docs/" not in file.read_text()}
+    assert not {file: pages for file, pages in texts.items() if pages}
+    for file in files:
+        for page in re.findall(r"upweight docs ([\w/-]+)", file.read_text()):
+            assert (ROOT / "docs" / f"{page}.md").is_file(), (file, page)

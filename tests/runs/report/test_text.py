@@ -1,0 +1,70 @@
+"""A run as text for a terminal."""
+
+import json
+
+import pytest
+
+from made_reports import as_lines, completion, metrics, write_run
+from made_runs import upweight
+from upweight.runs.report.page import PageReader
+from upweight.runs.report.text import is_over, text_page
+
+
+def text_of(*folders, width=100):
+    return text_page(PageReader(folders).read(), width)
+
+
+def test_a_run_in_one_screen(tmp_path):
+    shown = text_of(write_run(tmp_path / "run", steps=40))
+    assert "run  GRPO  done" in shown.splitlines()[0]
+    assert "step 40" in shown
+    (reward,) = [line for line in shown.splitlines() if line.strip().startswith("reward ")]
+    assert "▁" in reward
+    assert "█" in reward
+    assert "0.4  (from 0.01 at step 1)" in reward
+    assert "alarm: kl explosion at step 7" in shown
+    assert "Remedy: raise `trl.beta`" in shown
+    assert "completions of step 40 (4):" in shown
+    assert "question 0  reward 2" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_what_a_model_wrote_cannot_command_the_terminal(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines([completion(10, completion="a\x1b[2Jb\nc")]))
+    assert "\x1b" not in text_of(run)
+    assert "a [2Jb c" in text_of(run)
+
+
+def test_a_young_run_is_too_early(tmp_path):
+    record = {"state": "running", "max_steps": 40, "started": 1e9}
+    rows = [{**metrics(1), "frac_reward_zero_std": 1.0, "grad_norm": 0.1}]
+    assert "too early for rules" in text_of(write_run(tmp_path / "run", rows=rows, record=record))
+
+
+def test_folders_without_anything(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "empty" in text_of(tmp_path / "empty")
+    assert not is_over(PageReader([tmp_path / "missing"]).read())
+    assert is_over(PageReader([write_run(tmp_path / "run")]).read())
+
+
+def test_the_command_prints_once_where_nobody_looks(tmp_path):
+    done = upweight("watch", "--text", write_run(tmp_path / "run"), write_run(tmp_path / "other"))
+    assert (done.returncode, done.stdout.count("GRPO  done")) == (0, 2)
+    assert "\x1b[2J" not in done.stdout
+    assert upweight("watch", "--text", tmp_path / "run", "--port", 1).returncode == 2
+
+
+def test_an_offline_run(tmp_path):
+    rows = [{"step": step, "loss": 1 / step} for step in range(1, 6)]
+    shown = text_of(write_run(tmp_path / "run", rows=rows, config={"rl": "dpo"}))
+    assert "DPO" in shown
+    assert "0.2  (from 1 at step 1)" in shown
+
+
+@pytest.mark.parametrize("steps", [1, 5, 200])
+def test_any_number_of_steps(steps, tmp_path):
+    run = write_run(tmp_path / "run", steps=steps)
+    assert json.loads((run / "run.json").read_text())["state"] == "done"
+    assert f"step {steps}" in text_of(run)
