@@ -116,8 +116,7 @@ def build_rollouts(
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
-    rows, order = _prompts(config, prompts, plan)
-    backend = backend_of(config)
+    (rows, order), backend = _prompts(config, prompts, plan), backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
