@@ -9,12 +9,13 @@ DOCS := .cache/docs-env
 DEEPSPEED := .cache/deepspeed-env
 GYM := .cache/gym-env
 QUANT := .cache/quant-env
+LLAMA := .cache/llama-env
 GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
 # One more than two cores have: tests wait for processes that they start.
 TEST_JOBS ?= 3
 
-.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench soak demo clean
+.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama lint format docs dist release bench soak demo clean
 
 setup: $(READY)
 
@@ -26,10 +27,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym and not llama"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym and not llama"
 
 # Every model type of transformers against its own forward. `make models` judges those without a result in
 # build/models.jsonl, and writes docs/models.md.
@@ -96,6 +97,22 @@ $(QUANT)/.ready: $(READY)
 test-quant: $(QUANT)/.ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANT) $(BIN)/python -m pytest tests/cli/test_merge_lora.py tests/train/distributed/test_fsdp.py tests/train/distill/test_fit.py -k "lora or quantised"
 
+# llama.cpp, built from the sources of llama-cpp-python, which hold its converter too; SmolLM2 as `make demo` gets it.
+$(LLAMA)/.ready: $(READY)
+	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(LLAMA)/bin/python -m pip install -q --no-binary llama-cpp-python "llama-cpp-python==0.3.36"
+	$(LLAMA)/bin/python -m pip install -q scikit-build-core
+	$(LLAMA)/bin/python -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d $(LLAMA) "llama-cpp-python==0.3.36"
+	tar -xzf $(LLAMA)/llama_cpp_python-*.tar.gz -C $(LLAMA) --strip-components=1 --wildcards "*/vendor/llama.cpp"
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(LLAMA)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(LLAMA)/bin/python -m pip install -q --no-deps sentencepiece protobuf
+	touch $@
+
+test-llama: $(LLAMA)/.ready
+	OMP_NUM_THREADS=1 LLAMA_CPP=$(CURDIR)/$(LLAMA)/vendor/llama.cpp LLAMA_CPP_PYTHON=$(CURDIR)/$(LLAMA)/bin/python \
+		$(BIN)/python -m pytest -m llama
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -120,6 +137,10 @@ docs: $(READY) $(DOCS)/.ready
 # What `pip install` takes: a wheel and the sources.
 dist: $(READY)
 	$(BIN)/python -m hatchling build -d dist
+
+# `make release VERSION=0.2.0`: the version, the changelog, the wheel and a look into it; publishes nothing itself.
+release: $(READY)
+	$(BIN)/python release/release.py $(VERSION)
 
 bench: $(READY)
 	$(BIN)/python -m bench

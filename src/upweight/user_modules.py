@@ -3,6 +3,7 @@
 A path is dotted (`mine.loss`) or has the file in it (`folder/mine.py:loss`). Light to import, for reward workers.
 """
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -22,8 +23,6 @@ from upweight.errors import UserError, did_you_mean
 
 INSTALLED = ("site-packages", "dist-packages")
 OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).parent)
-
-
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 PATH = re.compile(r"[^:]+\.py:\w+|[A-Za-z_]\w*(\.\w+)+")
 CODE: dict[str, dict[str, str]] = {}  # the user's files that this process loaded: `module.name` -> file and digest
@@ -239,6 +238,18 @@ def named_errors(what: str) -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError":  # the trainer's to mend
             raise
         raise UserError(f"{what}: {describe_error(error)}") from error
+
+
+def named_method(kind: type, name: str, what: str) -> Callable[..., Any]:
+    """Return a method of a class with errors that say what failed and where."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with named_errors(f"{what} failed in {name}"):
+            return method(self, *arguments, **options)
+
+    return call
 
 
 def describe_error(error: BaseException) -> str:

@@ -56,31 +56,49 @@ def test_one_function_takes_its_settings_and_a_place(folder):
     assert method.model_dump()["method_args"] == {"clip": 0.5}
     with pytest.raises(UserError, match="Did you mean 'clip'"):
         methods_of("checked_losses.py:loss", {"clipp": 0.5}, None, folder)
-    with pytest.raises(UserError, match="say which with --as"):
+    with pytest.raises(UserError, match="Say which with --as"):
         methods_of("checked_losses.py:helper", {}, None, folder)
 
 
 def test_a_helper_that_looks_like_advantages_is_told_how_to_be_one(folder):
     text = "def group_mean(values, groups):\n    return values\n\ndef center(rewards, groups):\n    return rewards\n"
     (folder / "with_helper.py").write_text(text)
-    with pytest.raises(
-        UserError, match=r"'values', which is neither .*\nIf it is a helper that another function calls, b"
-    ):
-        methods_of("with_helper.py", {}, None, folder)
+    found = methods_of("with_helper.py", {}, None, folder)
+    assert found["with_helper.center"].name == "grpo"
+    message = str(found["with_helper.group_mean"])
+    assert "asks for 'values', which is neither" in message
+    assert message.endswith("If it is a helper that another function calls, begin its name with an underscore.")
     (folder / "with_hidden_helper.py").write_text(text.replace("group_mean", "_group_mean"))
     assert list(methods_of("with_hidden_helper.py", {}, None, folder)) == ["with_hidden_helper.center"]
 
 
-def test_a_loss_whose_place_is_not_clear_is_never_left_out(folder):
+def test_a_loss_whose_place_is_not_clear_is_never_left_out(folder, capsys):
     (folder / "unclear_losses.py").write_text(UNCLEAR)
-    with pytest.raises(UserError, match=r"'unclear_losses.either' can be a loss of dpo or kto or grpo: say which with"):
-        methods_of("unclear_losses.py", {}, None, folder)
+    with pytest.raises(typer.Exit) as end:
+        run("unclear_losses.py", [], None)
+    assert end.value.exit_code == 1
+    printed = capsys.readouterr().out
+    unclear, _, clear = printed.partition("unclear_losses.pairs")
+    assert "WRONG  cannot be checked" in unclear
+    assert "'unclear_losses.either' can be a loss of dpo or kto or grpo. Say which with --as (" in unclear
+    assert "ok     masks" in clear
     found = methods_of("unclear_losses.py", {"trl.beta": 0.3}, "grpo", folder)
     assert {name.rpartition(".")[2]: method.name for name, method in found.items()} == {
         "either": "grpo",
         "pairs": "dpo",
     }
     assert found["unclear_losses.either"].model_dump()["beta"] == 0.3
+
+
+def test_settings_of_a_file_reach_the_functions_that_have_them(folder):
+    found = methods_of("checked_losses.py", {"clip": 0.5, "rl_beta": 0.2}, None, folder)
+    dumped = {name.rpartition(".")[2]: method.model_dump() for name, method in found.items()}
+    assert dumped["loss"]["method_args"] == {"clip": 0.5}
+    assert dumped["pairs"]["beta"] == 0.2
+    assert dumped["center"]["method_args"] == dumped["pairs"]["method_args"] == {}
+    assert "Did you mean 'clip'" in str(
+        methods_of("checked_losses.py", {"clpi": 0.5}, None, folder)["checked_losses.loss"]
+    )
 
 
 def test_a_right_one_passes_and_a_wrong_one_exits_with_1(folder, capsys):

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from made_runs import write_config, write_model
-from upweight.cli.export import run_gguf as run
-from upweight.cli.export import run_merge as merge
+from upweight.cli.export.run import run_merge as merge
+from upweight.cli.export.run import run_to_target
 from upweight.config import load_config
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
+from upweight.export.targets import Export
 from upweight.models.load import load_model
 from upweight.train.run import train
 
@@ -29,6 +30,10 @@ write_gguf(AutoModelForCausalLM.from_pretrained(options.model), Path(options.out
 """
 
 
+def run(place: str, kind: str) -> None:
+    run_to_target(place, [], Export("gguf", kind=kind))
+
+
 @pytest.fixture
 def converter(tmp_path, monkeypatch):
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER.format(tests=str(Path(__file__).parents[1])))
@@ -42,7 +47,7 @@ def test_an_adapter_is_merged_and_converted(converter, tmp_path, capsys):
     keys = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "learning_rate": 0.05, "max_steps": 2}
     train(load_config(write_config(tmp_path, model, **keys)))
     out = tmp_path / "out"
-    run(str(out), [], output=None, kind="f32")
+    run(str(out), "f32")
     file = out / "gguf" / "model-f32.gguf"
     assert capsys.readouterr().out == f"{file}\n"
     merge(str(out), [], output=None, check=False)
@@ -53,9 +58,9 @@ def test_an_adapter_is_merged_and_converted(converter, tmp_path, capsys):
     assert all(torch.equal(read[name], weight) for name, weight in merged.items() if not name.endswith(turned))
     assert list(file.parent.iterdir()) == [file]
     with pytest.raises(UserError, match="is there already"):
-        run(str(out), [], output=None, kind="f32")
+        run(str(out), "f32")
     with pytest.raises(UserError, match=r"did not convert it \(exit 2\)"):
-        run(str(out / "merged"), [], output=None, kind="q9")
+        run(str(out / "merged"), "f16")
     assert not list((out / "merged" / "gguf").iterdir())
 
 
@@ -63,7 +68,7 @@ def test_the_converter_has_to_be_there(tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="set LLAMA_CPP to its folder"):
-        run("anything", [], output=None, kind="f16")
+        run("anything", "f16")
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     with pytest.raises(UserError, match=r"a checkout of llama\.cpp"):
-        run("anything", [], output=None, kind="f16")
+        run("anything", "f16")

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from made_runs import metrics_of, write_config, write_model
-from upweight.cli.export import run_merge as run
+from upweight.cli.export.run import run_merge as run
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train

@@ -118,7 +118,7 @@ def test_what_is_wrong_is_said(content, expected):
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
 def test_a_key_we_do_not_have_may_ask_for_nothing(value):
-    assert parse({"relora": value, "use_comet": value}, fragment=True).notices == ()
+    assert parse({"relora": value, "use_otel_metrics": value}, fragment=True).notices == ()
 
 
 def test_null_means_unset():

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from upweight.config import parse_config
 from upweight.config.schema import json_schema
 from upweight.config.view import yaml_content
 from upweight.errors import UserError
 from upweight.methods import METHODS
+from upweight.types import Outputs
 
 LOSSES = """
 def loss(ratio, advantages, *, clip: float = 0.2):
@@ -55,6 +57,18 @@ class Bare(Hinge):
 class Close(Hinge):
     def contribute(self, sample):
         return True
+
+class Averages(Hinge):
+    def loss(self, out, batch, prepared):
+        return out.logps_T.mean()
+
+class Keeps(Hinge):
+    def loss(self, out, batch, prepared):
+        return Loss({"pairs": out.logps_T})
+
+class Fails(Hinge):
+    def loss(self, out, batch, prepared):
+        return Loss({"pairs": out.scores_TC.sum()})
 
 def function(logps):
     return logps
@@ -136,6 +150,21 @@ def test_what_does_not_fit_is_named_with_its_key(folder, content, message):
     }  # fmt: skip
     with pytest.raises(UserError, match=message):
         parse(filled, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Averages", r"rl: '.*Averages': loss returned a Tensor. Return Loss\(\{\"name\": sum\}, metrics\)"),
+        ("Keeps", r"rl: '.*Keeps': the sum 'pairs' of loss is of shape \[3\]. Return Loss"),
+        ("Fails", r"rl: '.*Fails' failed in loss: AttributeError: 'NoneType' .* \(m.*_method.py, line 47\)"),
+    ],
+)
+def test_what_a_method_returns_or_raises_names_it(folder, kind, message):
+    path, name = folder
+    method = parse({**PAIRS, "rl": f"{name}_method.{kind}"}, path).method
+    with pytest.raises(UserError, match=message):
+        method.loss(Outputs(torch.zeros(3)), None, {})
 
 
 def test_a_users_method_has_keys_schema_and_a_learning_rate(folder):

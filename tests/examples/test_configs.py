@@ -68,11 +68,37 @@ def test_the_script_trains_with_the_rewards_of_the_recipe(model, tmp_path, monke
     assert (tmp_path / "adapter_config.json").is_file()
 
 
+def run_notebook(name: str, model: str) -> dict:
+    """The names that a notebook's cells leave, run one after the other with a tiny model."""
+    cells = json.loads((EXAMPLES / name).read_text())["cells"]
+    names = {"__name__": "notebook"}
+    for text in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", model), "cell", "exec"), names)
+    return names
+
+
 def test_the_notebook_runs_from_top_to_bottom(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cells = json.loads((EXAMPLES / "first_steps.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names = {"__name__": "notebook"}
-    for text in code:
-        exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", model), "cell", "exec"), names)
-    assert len(names["rewards"]) == 4
+    assert len(run_notebook("first_steps.ipynb", model)["rewards"]) == 4
+
+
+@pytest.mark.slow
+def test_the_notebook_on_a_reward_of_ones_own_runs(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook("grpo_own_reward.ipynb", model)
+    assert names["checked"] == [(1.0, 0.2), (1.0, 0.0), (0.0, 0.2)]
+    assert len(names["rewards"]) == names["STEPS"]
+    assert 0 <= names["after"] <= 1.2
+
+
+@pytest.mark.slow
+def test_the_notebook_on_pairs_runs(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook("preference_pairs.ipynb", model)
+    assert names["losses"][-1] < names["losses"][0]
+    assert (tmp_path / "polite" / "adapter_config.json").is_file()
+
+
+def test_every_notebook_is_tried():
+    here = Path(__file__).read_text()
+    assert not [path.name for path in EXAMPLES.rglob("*.ipynb") if f'"{path.name}"' not in here]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "src" / "upweight"
 LINE = (
-    "cli > doctor > train > rollout > environments > rewards > inference > data > sampler > engine > models > serve > "
-    "runs > config > callbacks > row_rules > methods > types"
+    "cli > doctor > train > rollout > environments > rewards > export > inference > data > sampler > engine > models > "
+    "serve > runs > config > callbacks > row_rules > methods > types"
 )
 ORDER = LINE.split(" > ")
 BOTTOM = {

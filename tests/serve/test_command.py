@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from upweight.config.load import parse_config
+from upweight.config.sections.model import ModelSection
 from upweight.config.sections.rollout import VllmSection
 from upweight.errors import UserError
-from upweight.serve.command import serve_command, warnings_of
+from upweight.serve.command import serve_command, trained_command, warnings_of
 from upweight.settings import setting
 
 GRPO = {"base_model": "some/model", "rl": "grpo", "trl": {"use_vllm": True, "reward_funcs": ["r.f"]}}
@@ -207,3 +208,20 @@ def test_warnings(tmp_path):
     everywhere = parse_config({**GRPO, "vllm": {"host": "0.0.0.0"}}, folder=tmp_path, fragment=True)
     (words,) = warnings_of(everywhere, "0.32.0")
     assert "not protected" in words
+
+
+def test_a_trained_adapter_is_served_beside_its_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 24}))
+    section = ModelSection(base_model="some/model", revision="r1")
+    line = " ".join(trained_command(section, tmp_path, "mine", VllmSection(), port=8123, python="python").argv)
+    assert line.startswith("python -m vllm.entrypoints.openai.api_server ")
+    for part in ("--model some/model", "--served-model-name base", "--revision r1", "--host 127.0.0.1 --port 8123"):
+        assert part in line
+    assert f"--enable-lora --lora-modules mine={tmp_path} --max-lora-rank 32" in line
+    assert "--tokenizer" not in line
+    whole = trained_command(ModelSection(base_model="/m"), None, "mine", VllmSection(dtype="float32"), port=1).argv
+    assert "--enable-lora" not in whole
+    assert whole[whole.index("--served-model-name") + 1] == "mine"
+    assert whole[whole.index("--dtype") + 1] == "float32"
+    with pytest.raises(UserError, match="export RUN --to vllm"):
+        trained_command(ModelSection(base_model="/m", gguf_file="x.gguf"), tmp_path, "mine", VllmSection(), port=1)

@@ -52,6 +52,8 @@ REACHES = [
     ({"max_steps": 9}, {"max_steps": 9}),
     ({"optimizer": "sgd"}, {"optim": "sgd"}),
     ({"optimizer": "lion"}, {"optim": "lion_32bit"}),
+    ({"optimizer": "apollo_adamw", "optim_target_modules": ["q_proj", "v_proj"]},
+     {"optim": "apollo_adamw", "optim_target_modules": ["q_proj", "v_proj"]}),
     ({"optimizer": "paged_adamw"}, {"optim": "paged_adamw_32bit"}),
     ({"lr_scheduler": "polynomial", "max_steps": 1}, {"warmup_steps": 0}),
     ({"lr_scheduler": "polynomial", "max_steps": 4, "warmup_ratio": 1.0}, {"warmup_steps": 3}),
@@ -143,6 +145,7 @@ def test_none_is_the_default_and_a_project_turns_wandb_on():
     assert enabled_trackers(TrackingSection(wandb_project="p")) == ["wandb"]
     assert enabled_trackers(TrackingSection(wandb_project="p", wandb=False)) == []
     assert enabled_trackers(TrackingSection(mlflow=True, trackio=True)) == ["mlflow", "trackio"]
+    assert enabled_trackers(TrackingSection(comet=True, swanlab=True)) == ["comet_ml", "swanlab"]
 
 
 def test_settings_become_the_variables_that_trackers_read(monkeypatch):
@@ -153,6 +156,19 @@ def test_settings_become_the_variables_that_trackers_read(monkeypatch):
     assert found == {"WANDB_PROJECT": "p", "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "file:x",
                      "WANDB_ENTITY": "before"}  # fmt: skip
     assert os.environ["HF_MLFLOW_LOG_ARTIFACTS"] == "1"
+
+
+def test_comet_and_swanlab_read_theirs(monkeypatch):
+    names = ("COMET_PROJECT_NAME", "COMET_START_ONLINE", "COMET_AUTO_LOG_CODE", "COMET_OFFLINE_DIRECTORY")
+    names += ("SWANLAB_PROJECT", "SWANLAB_MODE", "SWANLAB_DESCRIPTION")
+    for variable in names:
+        monkeypatch.setenv(variable, "before")
+    options = {"log_code": False, "offline_directory": "here"}
+    set_variables(TrackingSection(comet=True, comet_project="p", comet_online=False, comet_options=options))
+    set_variables(TrackingSection(swanlab=True, swanlab_project="s", swanlab_mode="local"))
+    assert [os.environ[name] for name in names] == ["p", "False", "False", "here", "s", "local", "before"]
+    section = TrackingSection(swanlab=True, swanlab_experiment="mine")
+    assert tracking_arguments(section) == {"report_to": ["swanlab"], "run_name": "mine"}
 
 
 def test_names_reach_the_tracker_that_is_on():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from made_runs import OFFLINE, policy_for, rows_for, trainer_for
 from tiny_models import gradients, relative_difference
 from upweight.data.units import units_of
+from upweight.errors import UserError
 from upweight.methods import DPO, SFT
 from upweight.types import Sample, Unit
 
@@ -193,3 +194,15 @@ def test_rows_are_proven_again_once_they_are_much_longer(tmp_path):
 
     found = [proven(10), proven(19), proven(20), proven(20, 2), proven(40), proven(10)]
     assert found == [True, False, True, True, True, False]
+
+
+class CountsOtherwise(SFT):
+    """Counts by another name than its loss is summed by."""
+
+    def count(self, batch):
+        return {"words": super().count(batch)["tokens"]}
+
+
+def test_sums_have_the_names_of_the_counts(tmp_path):
+    with pytest.raises(UserError, match=r"count\(\) has \['words'\], and the loss is summed by \['tokens'\]"):
+        trainer_for(CountsOtherwise(), tmp_path).train()

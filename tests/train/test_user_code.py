@@ -41,6 +41,11 @@ class Fail(TrainerCallback):
         raise RuntimeError("no more")
 
 
+class Wordy(TrainerCallback):
+    def metrics(self, state, logs):
+        return ["many"]
+
+
 class Sign(torch.optim.Optimizer):
     """Follows the sign of a running mean of gradients."""
 
@@ -55,6 +60,20 @@ class Sign(torch.optim.Optimizer):
                     mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
                     mean.lerp_(weight.grad, 1 - group["momentum"])
                     weight.add_(mean.sign(), alpha=-group["lr"])
+
+
+class Falls(torch.optim.SGD):
+    def step(self, closure=None):
+        return self.param_groups[5]
+
+
+def makes_falls(model, lr):
+    return Falls(model.parameters(), lr=lr)
+
+
+class Breaks(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        return [group["lr"] / (1 - self.last_epoch) for group in self.optimizer.param_groups]
 
 
 def only_layers(model, lr, weight_decay):
@@ -136,9 +155,23 @@ def test_a_function_may_choose_the_weights_and_torch_has_schedules(folder, model
     assert (schedule.step_size, schedule.gamma) == (5, 0.1)
 
 
-def test_what_fails_in_a_callback_names_it(folder, model_folder):
-    with pytest.raises(UserError, match=r"callbacks\[0\]: 'mine.Fail' failed in on_step_end: RuntimeError: no more"):
-        train(load_config(write_config(folder, model_folder, callbacks=["mine.Fail"])))
+@pytest.mark.parametrize(
+    ("keys", "message", "line"),
+    [
+        ({"callbacks": ["mine.Fail"]}, "callbacks[0]: 'mine.Fail' failed in on_step_end: RuntimeError: no", "raise"),
+        ({"callbacks": ["mine.Wordy"]}, "callbacks[0]: 'mine.Wordy': metrics returned a list, not a dict", None),
+        ({"optimizer": "mine.Falls"}, "optimizer: 'mine.Falls' failed in step: IndexError: ", "[5]"),
+        ({"optimizer": "mine.makes_falls"}, "optimizer: 'mine.makes_falls' failed in step: IndexError: ", "[5]"),
+        ({"lr_scheduler": "mine.Breaks"}, "lr_scheduler: 'mine.Breaks' failed in step: ZeroDivisionError: ", "/ (1"),
+    ],
+)  # fmt: skip
+def test_what_fails_during_training_names_path_and_line(folder, model_folder, keys, message, line):
+    with pytest.raises(UserError) as error:
+        train(load_config(write_config(folder, model_folder, learning_rate=1e-3, max_steps=3, **keys)))
+    assert str(error.value).startswith(message)
+    if line is not None:
+        number = next(number for number, text in enumerate(MINE.split("\n"), 1) if line in text)
+        assert str(error.value).endswith(f" (mine.py, line {number})")
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
 """Users' losses, advantages and methods train from a config and from scripts, resume, and say what changed."""
 
 import json
+import math
 
 import pytest
 import torch
 import yaml
 
-from made_runs import metrics_of, write_config, write_online
+from made_runs import metrics_of, write_config, write_model, write_online
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 from upweight.config import load_config
+from upweight.doctor.method_check.checks import check
+from upweight.doctor.method_check.numbers import UNITS, NumberStep
+from upweight.doctor.method_check.targets import methods_of
 from upweight.errors import UserError
 from upweight.methods import METHODS
 from upweight.train.api.as_config import build_config
 from upweight.train.run import train
+from upweight.types import Outputs
 from upweight.user_modules import CODE
 
 ONLINE = """
@@ -159,3 +164,59 @@ def test_compute_loss_func_is_a_loss_of_log_probs(model_folder, tmp_path):
     assert users.train().training_loss == pytest.approx(2 * ours.train().training_loss, rel=1e-4)
     with pytest.raises(UserError, match="logits are never built whole"):
         SFTTrainer(str(model_folder), args=args, train_dataset=rows, compute_loss_func=of_logits)
+
+
+ON_GPU = """
+import torch
+import torch.nn.functional as F
+
+def loss(ratio, advantages, mask, lengths, entropy, clip: float = 0.2):
+    term = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    return (term * mask).sum(1) / lengths, {"mine/entropy": entropy}
+
+def by_token(rewards, lengths):
+    return [(reward - 0.5) * torch.linspace(1, 0, length) for reward, length in zip(rewards, lengths.tolist())]
+
+def pairs(logps, ref_logps, mask, lengths, beta):
+    reward = beta * ((logps - ref_logps) * mask).sum(2) / lengths
+    return -F.logsigmoid(reward[:, 0] - reward[:, 1]), {"mine/margin": reward[:, 0] - reward[:, 1]}
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_users_functions_train(tmp_path):
+    model = write_model(tmp_path / "model", hidden_size=64)  # heads as wide as trees need on a GPU
+    for name in ("online", "pairs"):
+        (tmp_path / name).mkdir()
+    code = module_in(tmp_path, ON_GPU)
+    online = changed(
+        write_online(tmp_path / "online", model, max_steps=3, bf16=True),
+        trl={"loss_type": f"{tmp_path / code}.py:loss", "advantage_estimator": f"{tmp_path / code}.py:by_token"},
+    )
+    losses = ["sigmoid", f"{tmp_path / code}.py:pairs"]
+    pairs = write_config(tmp_path / "pairs", model, max_steps=3, bf16=True, dpo_loss_type=losses)
+    for file, metric in ((online, "mine/entropy"), (pairs, "mine/margin")):
+        train(load_config(file))
+        lines = metrics_of(file.parent / "out")
+        assert len(lines) == 3
+        assert all(math.isfinite(line[name]) for line in lines for name in ("loss", "grad_norm", metric))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_losses_wait_for_nothing_and_are_those_of_the_cpu(tmp_path):
+    file = tmp_path / f"{module_in(tmp_path, ON_GPU)}.py"
+    for name, method in methods_of(str(file), {}, "dpo", tmp_path).items():
+        assert [one for one in check(method) if one.problem is not None] == [], name
+        out, batch = NumberStep(method).part(range(UNITS))
+        expected = method.loss(out, batch, {}).sums
+        on_gpu = {key: value.cuda() for key, value in vars(out).items() if isinstance(value, torch.Tensor)}
+        arguments = (Outputs(**on_gpu), batch.to("cuda"), {})
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")  # the checked first calls, which do wait, are behind us
+        try:
+            sums = method.loss(*arguments).sums
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert {key: value.item() for key, value in sums.items()} == pytest.approx(
+            {key: value.item() for key, value in expected.items()}, rel=1e-9
+        )

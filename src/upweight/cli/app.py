@@ -11,8 +11,10 @@ import typer
 from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, TrainedTarget
 from upweight.cli.distill import distill_log
 from upweight.cli.docs import docs
+from upweight.cli.export.commands import export, gguf, merge_lora, serve
 from upweight.cli.report import report, watch
 from upweight.cli.starter.new import new
+from upweight.cli.sweep import sweep
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
@@ -33,7 +35,7 @@ def validate(
     overrides: Overrides = None,
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
-    """Check a config without touching anything else."""
+    """Check a config, and the columns of local files, without loading anything."""
     from upweight.cli.inputs import load_with_notices, unread_columns
     from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
@@ -72,8 +74,6 @@ def preprocess(
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
-for command in (docs, new, report, watch):
-    app.command()(command)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -188,31 +188,9 @@ def vllm_serve(
     raise typer.Exit(run_server(command, url, lambda: print(ready, flush=True)))
 
 
-@app.command("merge-lora", **TAKES_OVERRIDES)
-def merge_lora(
-    trained: TrainedTarget,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write; `merged` beside the adapter otherwise.")] = None,
-    check: Annotated[bool, typer.Option(help="Compare log-probs before and after, with the model in memory.")] = True,
-) -> None:
-    """Fold a trained adapter into its base model."""
-    from upweight.cli.export import run_merge
-
-    run_merge(trained, overrides or [], output=output, check=check)
-
-
-@app.command(**TAKES_OVERRIDES)
-def gguf(
-    trained: TrainedTarget,
-    overrides: Overrides = None,
-    *,
-    output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in it.")] = None,
-    kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
-) -> None:
-    """Write a trained model as one GGUF file, with llama.cpp's converter."""
-    from upweight.cli.export import run_gguf
-
-    run_gguf(trained, overrides or [], output=output, kind=kind)
+app.command("merge-lora", **TAKES_OVERRIDES)(merge_lora)
+for command in (export, gguf, serve, sweep):
+    app.command(**TAKES_OVERRIDES)(command)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -253,6 +231,9 @@ def inference(
     generator = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
     request = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json}
     run_inference(trained, overrides or [], sampling=sampling, **request, **generator)
+
+
+app.command()(new)
 
 
 @app.command()
@@ -311,6 +292,11 @@ def check_method(
     from upweight.cli.check_method import run
 
     run(target, overrides or [], place)
+
+
+app.command()(report)
+app.command()(watch)
+app.command()(docs)
 
 
 @app.command("agent-docs")

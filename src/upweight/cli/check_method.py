@@ -12,9 +12,9 @@ WIDTH = 116
 
 
 def run(target: str, overrides: list[str], place: str | None) -> None:
-    """Print each property of each method of a config, file or path; exit with 1 if one fails."""
-    from upweight.doctor.method_check.checks import check
-    from upweight.doctor.method_check.targets import NAMES, methods_of
+    """Print each property of each method of a config, file or path; exit with 1 if one fails or cannot be checked."""
+    from upweight.doctor.method_check.checks import Finding, check
+    from upweight.doctor.method_check.targets import NAMES, Place, methods_of
 
     if place is not None and place not in NAMES:
         raise UserError(f"--as: one of {', '.join(NAMES)}, not {place}")
@@ -24,12 +24,12 @@ def run(target: str, overrides: list[str], place: str | None) -> None:
         if not equals:
             raise UserError(f"{override}: expected KEY=VALUE")
         options[key] = value if target.endswith((".yaml", ".yml")) else yaml.safe_load(value)
+    chosen: Place | None = next((one for one in NAMES if one == place), None)
     failed = 0
-    for name, method in methods_of(
-        target, options, next((one for one in NAMES if one == place), None), Path.cwd()
-    ).items():
+    for name, method in methods_of(target, options, chosen, Path.cwd()).items():
         print(name)
-        for finding in check(method):
+        findings = [Finding("cannot be checked", str(method))] if isinstance(method, UserError) else check(method)
+        for finding in findings:
             verdict = "WRONG" if finding.problem else "-    " if finding.untried else "ok   "
             print(f"  {verdict}  {finding.name}")
             failed += finding.problem is not None

@@ -186,6 +186,9 @@ def _as_one_of_many() -> Iterator[None]:
     warnings.simplefilter("ignore", FutureWarning)  # about how these libraries call each other
     try:
         yield
+        from upweight.train.distributed.ranks import leave_ranks
+
+        leave_ranks()
     except UserError as error:
         say_through_launcher(str(error))
         raise

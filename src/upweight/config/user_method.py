@@ -1,8 +1,12 @@
 """Users' methods: a class that `rl` names by its path becomes a method like ours."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from upweight.config.config import blocks, general_keys, method_keys
 from upweight.errors import UserError, did_you_mean
@@ -10,7 +14,8 @@ from upweight.methods import METHODS
 from upweight.methods.base import KINDS, Method
 from upweight.methods.users.function import name_of, path_of
 from upweight.settings import keys_of
-from upweight.user_modules import is_path, load_function, named_errors
+from upweight.types import Loss
+from upweight.user_modules import is_path, load_function, named_errors, named_method
 
 
 def register_method(path: str, folder: Path) -> type[Method]:
@@ -24,6 +29,9 @@ def register_method(path: str, folder: Path) -> type[Method]:
         raise UserError("\n".join(f"rl: '{name}' {problem}" for problem in problems))
     if METHODS.get(name) is not kind:
         METHODS[name], kind.name = kind, name
+        for method in NAMED & vars(kind).keys():
+            named = named_method(kind, method, f"rl: '{name}'")
+            setattr(kind, method, _checked_loss(named, name) if method == "loss" else named)
         method_keys.cache_clear()
         blocks.cache_clear()
     return kind
@@ -35,6 +43,24 @@ def with_registered(content: dict[Any, Any], folder: Path) -> dict[Any, Any]:
     if not isinstance(rl, str) or not is_path(rl):
         return content
     return {**content, "rl": path_of(register_method(rl, folder))}
+
+
+def _checked_loss(loss: Callable[..., Any], name: str) -> Callable[..., Loss]:
+    """Return a user's `loss` that says in words when it does not return sums."""
+
+    @functools.wraps(loss)
+    def call(self: Method, *arguments: Any) -> Loss:
+        result = loss(self, *arguments)
+        wanted = 'Return Loss({"name": sum}, metrics), with the names of count() and a tensor of one number for each.'
+        if not isinstance(result, Loss):
+            raise UserError(f"rl: '{name}': loss returned a {type(result).__name__}. {wanted}")
+        for key, total in result.sums.items():
+            if not isinstance(total, Tensor) or total.ndim:
+                given = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+                raise UserError(f"rl: '{name}': the sum '{key}' of loss is {given}. {wanted}")
+        return result
+
+    return call
 
 
 def _problems(kind: type[Method]) -> list[str]:
@@ -66,4 +92,5 @@ def _problems(kind: type[Method]) -> list[str]:
     return problems + [f"defines '{name}', which nothing calls.{hint}" for name, hint in near if hint]
 
 
+NAMED = {"count", "loss", "collect", "prepare", "advantages"}  # methods whose errors name the user's class
 TRAITS = [name for name in vars(Method) if not name.startswith("_")]

@@ -57,12 +57,15 @@ class TextGenerator:
         self._ends = eos_token_ids(base, tokenizer) | self._tokens.turn_ends | self._turn_end()
         self._sampler = InProcess(model, tokenizer, end_ids=self._ends)
 
-    def encode(self, row: Mapping[str, Any]) -> list[int]:
-        """Encode the `prompt` of a row, text or messages, as token ids; raise a RowError if it cannot be used."""
+    def encode(self, row: Mapping[str, Any], *, raw: bool = False) -> list[int]:
+        """Encode the `prompt` of a row, text or messages, as token ids; raise a RowError if it cannot be used.
+
+        With `raw`, the text is continued as it is, also where the generator puts texts into the chat template.
+        """
         prompt = row.get("prompt")
         if isinstance(prompt, str) and not prompt.strip():
             raise RowError("prompt", "text, got an empty one")
-        if self.raw or (isinstance(prompt, str) and not self.templated):
+        if raw or self.raw or (isinstance(prompt, str) and not self.templated):
             text = checked_text(prompt, "prompt")
         else:
             messages = self._reader.messages(prompt, "prompt")
@@ -75,13 +78,23 @@ class TextGenerator:
         return ids
 
     def __call__(
-        self, prompts: Prompts, sampling: Sampling, count: int = 1, on_text: Callable[[str], None] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        count: int = 1,
+        on_text: Callable[[str], None] | None = None,
+        *,
+        new_tokens: int | None = None,
     ) -> list[list[Completion]]:
-        """Return `count` completions of each prompt, of `new_tokens` at most; `on_text` gets the first text live."""
+        """Return `count` completions of each prompt, of `new_tokens` at most where there is room for as many.
+
+        `on_text` gets the first text live.
+        """
         completions: list[list[Completion]] = [[] for _ in prompts]
-        rooms = [self._new_tokens or min(NEW_TOKENS, (self._limit or sys.maxsize) - len(ids)) for ids in prompts]
+        most, limit = new_tokens or NEW_TOKENS, self._limit or sys.maxsize
+        rooms = [(not new_tokens and self._new_tokens) or min(most, limit - len(ids)) for ids in prompts]
         for room in dict.fromkeys(rooms):
-            numbers = [number for number, limit in enumerate(rooms) if limit == room]
+            numbers = [number for number, size in enumerate(rooms) if size == room]
             seed = None if sampling.seed is None else sampling.seed + numbers[0]
             drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed)
             listener = _TextStream(self._decode, on_text) if on_text and numbers[0] == 0 else None

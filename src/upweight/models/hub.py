@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, get_session
 
+from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 
 LIMIT_SECONDS = 5.0
@@ -26,8 +27,9 @@ def _answers() -> bool:
     problems: list[str] = []
     # The library looks up names without a limit, so the whole question has one.
     asking = threading.Thread(target=_ask, args=(problems,), daemon=True, name="hub")
-    asking.start()
-    asking.join(LIMIT_SECONDS + 1)
+    with activity("asking the hub (hub_timeout)"):
+        asking.start()
+        asking.join(LIMIT_SECONDS + 1)
     if asking.is_alive():
         problems.append(f"no answer in {LIMIT_SECONDS:g} s")
     if not problems:

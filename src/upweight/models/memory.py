@@ -94,7 +94,7 @@ def optimizer_bytes(name: str) -> int:
         return 2
     if "adafactor" in name or name.startswith("sgd"):
         return 0
-    return SINGLE_BYTES if name.startswith("lion") else 2 * SINGLE_BYTES
+    return SINGLE_BYTES if name.startswith(("lion", "muon")) else 2 * SINGLE_BYTES
 
 
 def weight_bytes(shape: Shape, packed: AdapterSection | TeacherSection | None = None) -> float:

@@ -87,5 +87,6 @@ def _finite(call: Call, advantages: Tensor, rewards: Tensor) -> Tensor:
     """Return advantages with 0 where no reward applies; raise where they are NaN or infinite though one does."""
     unrewarded = rewards.isnan().expand_as(advantages)
     if bool((~advantages.isfinite() & ~unrewarded).any()):
-        raise UserError(f"{call.where} returned NaN or infinity for completions that have a reward. Guard divisions.")
+        remedy = "Guard divisions, and leave rewards that are missing (NaN) out of means."
+        raise UserError(f"{call.where} returned NaN or infinity for completions that have a reward. {remedy}")
     return torch.where(unrewarded, 0.0, advantages)

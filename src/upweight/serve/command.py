@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config
-from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.config.sections.rollout import VllmSection
 from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer
 from upweight.errors import UserError
@@ -42,6 +42,31 @@ def serve_command(config: Config, *, python: str = sys.executable) -> Command:
     return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_flags(config)), _env_variables(config))
 
 
+def trained_command(
+    model: ModelSection, adapter: Path | None, name: str, vllm: VllmSection, *, port: int, python: str = sys.executable
+) -> Command:
+    """Return the command that serves a trained model on this machine; an adapter beside its base, named `base`."""
+    if model.base_model is None or model.gguf_file is not None or model.base_model.endswith(".gguf"):
+        merged = "vLLM does not serve adapters on a GGUF file; `upweight export RUN --to vllm` writes what it serves"
+        raise UserError(f"base_model: {merged}.")
+    values: dict[str, Any] = {
+        **_passed_on(vllm),
+        "--model": model.base_model,
+        "--served-model-name": "base" if adapter else name,
+        "--revision": model.revision,
+        "--trust-remote-code": model.trust_remote_code or None,
+        "--host": "127.0.0.1",
+        "--port": port,
+    }
+    if adapter is not None:
+        values |= {"--enable-lora": True, "--lora-modules": f"{name}={adapter}"}
+        values["--max-lora-rank"] = allowed_rank(largest_rank(AdapterSection(folder=str(adapter))))
+        if (adapter / "tokenizer_config.json").is_file():
+            values["--tokenizer"] = str(adapter)  # with the chat template of training
+    argv = (python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(values))
+    return Command(argv, {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"})
+
+
 def warnings_of(config: Config, version: str) -> Iterator[str]:
     """Yield warnings to show before the server starts."""
     if config.vllm.host not in LOOPBACK:
@@ -70,11 +95,7 @@ def _flags(config: Config) -> Iterator[str]:
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
     }
-    for flag, value in (values | _passed_on(vllm)).items():
-        if isinstance(value, bool):
-            yield flag if value else flag.replace("--", "--no-", 1)
-        elif value is not None:
-            yield from (flag, value if isinstance(value, str) else json.dumps(value))
+    yield from _arguments(values | _passed_on(vllm))
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
         yield from ("--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER)
@@ -84,6 +105,15 @@ def _flags(config: Config) -> Iterator[str]:
         yield from ("--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS))
     elif (way := direct_transfer(config)) is not None:
         yield from ("--weight-transfer-config", json.dumps({"backend": way}))
+
+
+def _arguments(values: dict[str, Any]) -> Iterator[str]:
+    """Yield flags with their values; a switch has none, and None leaves a flag out."""
+    for flag, value in values.items():
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-", 1)
+        elif value is not None:
+            yield from (flag, value if isinstance(value, str) else json.dumps(value))
 
 
 def _passed_on(vllm: VllmSection) -> dict[str, Any]:

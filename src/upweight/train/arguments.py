@@ -31,7 +31,28 @@ TRACKER_VARIABLES = {
     **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
     "MLFLOW_TRACKING_URI": "mlflow_uri",
     "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment",
+    **{f"COMET_{key.upper()}": f"comet_{key}" for key in ("api_key", "workspace", "experiment_key", "mode")},
+    "COMET_PROJECT_NAME": "comet_project",
+    "COMET_START_ONLINE": "comet_online",
+    **{
+        f"SWANLAB_{key.upper()}": f"swanlab_{key}" for key in ("api_key", "project", "workspace", "description", "mode")
+    },
+    **{f"SWANLAB_{key.upper()}": f"swanlab_{key}" for key in ("web_host", "api_host")},
 }
+# Options of Comet's ExperimentConfig, which transformers does not pass on, by the variable that Comet reads for each.
+COMET_VARIABLES = {
+    "disabled": "COMET_AUTO_LOG_DISABLE", "parse_args": "COMET_AUTO_LOG_CLI_ARGUMENTS",
+    "display_summary_level": "COMET_DISPLAY_SUMMARY_LEVEL", "auto_output_logging": "COMET_AUTO_LOG_OUTPUT_LOGGER",
+    "auto_param_logging": "COMET_AUTO_LOG_PARAMETERS", "auto_metric_logging": "COMET_AUTO_LOG_METRICS",
+    "auto_metric_step_rate": "COMET_AUTO_LOG_METRIC_STEP_RATE", "offline_directory": "COMET_OFFLINE_DIRECTORY",
+    "auto_histogram_epoch_rate": "COMET_AUTO_LOG_HISTOGRAM_EPOCH_RATE",
+    "auto_histogram_gradient_logging": "COMET_AUTO_LOG_HISTOGRAM_GRADIENTS",
+    "auto_histogram_activation_logging": "COMET_AUTO_LOG_HISTOGRAM_ACTIVATIONS",
+    "auto_histogram_tensorboard_logging": "COMET_AUTO_LOG_HISTOGRAM_TENSORBOARD",
+    "auto_histogram_weight_logging": "COMET_AUTO_LOG_HISTOGRAM_WEIGHTS",
+    "distributed_node_identifier": "COMET_DISTRIBUTED_NODE_IDENTIFIER",
+    "name": "COMET_START_EXPERIMENT_NAME", "tags": "COMET_START_EXPERIMENT_TAGS",
+}  # fmt: skip
 
 
 def training_arguments(
@@ -81,9 +102,9 @@ def training_arguments(
 
 
 def _optimizer_arguments(optim: OptimSection, *, more_is_better: bool | None) -> dict[str, Any]:
-    """Return optimizer and schedule; those of the user's, which `user_code.py` builds, have none."""
+    """Return optimizer and schedule; those that `user_code.py` builds, the user's and Muon, have none."""
     arguments: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    if not is_path(optim.optimizer):
+    if not is_path(optim.optimizer) and optim.optimizer != "muon":
         extra = optim.optimizer_args
         arguments["optim"] = LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer)
         is_mapping = isinstance(extra, dict)
@@ -224,7 +245,11 @@ def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) 
 def enabled_trackers(tracking: TrackingSection) -> list[str]:
     """Return the trackers that the config turns on."""
     wandb = tracking.wandb_project is not None if tracking.wandb is None else tracking.wandb
-    others = [tracker for tracker in ("mlflow", "tensorboard", "trackio") if getattr(tracking, tracker)]
+    others = [
+        tracker for tracker in ("mlflow", "tensorboard", "trackio", "comet", "swanlab") if getattr(tracking, tracker)
+    ]
+    # Comet's name in transformers is that of its package.
+    others = ["comet_ml" if tracker == "comet" else tracker for tracker in others]
     return ["wandb", *others] if wandb else others
 
 
@@ -232,6 +257,7 @@ def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
     """Return the TrainingArguments of the trackers."""
     enabled = enabled_trackers(tracking)
     names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
+    names |= {"swanlab": tracking.swanlab_experiment, "comet_ml": tracking.comet_options.get("name")}
     arguments: dict[str, Any] = {
         "report_to": enabled or "none",
         "run_name": next((names[tracker] for tracker in enabled if names.get(tracker)), None),
@@ -247,5 +273,8 @@ def set_variables(tracking: TrackingSection) -> None:
     for variable, field in TRACKER_VARIABLES.items():
         if (value := getattr(tracking, field)) is not None:
             os.environ[variable] = str(value)
+    for option, value in tracking.comet_options.items():
+        variable = COMET_VARIABLES.get(option, f"COMET_AUTO_{option.upper()}")  # log_code: COMET_AUTO_LOG_CODE
+        os.environ[variable] = str(value)
     if tracking.mlflow_artifacts:
         os.environ["HF_MLFLOW_LOG_ARTIFACTS"] = "1"

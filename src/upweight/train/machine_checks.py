@@ -9,7 +9,7 @@ import torch
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
-from upweight.config.sections.training import FROM_BITSANDBYTES
+from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE
 from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
@@ -25,6 +25,8 @@ OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), ("torchao", "torchao")),
     **dict.fromkeys(("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"), SCHEDULE_FREE),
     "stable_adamw": ("optimi", "torch-optimi"),
+    **dict.fromkeys(GALORE, ("galore_torch", "galore-torch")),
+    "apollo_adamw": ("apollo_torch", "apollo-torch"),
 }
 
 
@@ -48,7 +50,7 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
-            yield f"use_{tracker}: the tracker is not installed: pip install {tracker}."
+            yield f"use_{tracker.removesuffix('_ml')}: the tracker is not installed: pip install {tracker}."
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
     if (config.teacher.load_in_4bit or config.teacher.load_in_8bit) and not _installed("bitsandbytes"):

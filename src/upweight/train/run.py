@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from accelerate import PartialState
 from accelerate.utils import fsdp2_prepare_model
 from transformers import PrinterCallback, TrainerCallback
 
@@ -45,7 +44,6 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     with heartbeat(), activity(f"training into {folder}"), lock:
         _train_into(folder, config, resume, watchers)
     logger.info("done: %s", folder)
-    PartialState().destroy_process_group()
 
 
 def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:
@@ -83,7 +81,6 @@ def evaluate(config: Config) -> dict[str, float]:
         trainer.feed.close()
     if trainer.rollouts is not None:
         trainer.rollouts.close()
-    PartialState().destroy_process_group()
     return metrics
 
 

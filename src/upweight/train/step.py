@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from upweight.engine import Engine
 from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
+from upweight.errors import UserError
 from upweight.methods.base import Method, required
 from upweight.models.reference import Reference
 from upweight.train.by_source import losses_by_source
@@ -178,6 +179,9 @@ class StepRunner:
         if not row.unit_numbers:
             return required(out.scores_TC if out.logps_T is None else out.logps_T).sum() * 0.0, {}
         loss = self.method.loss(out, row.batch, prepared)
+        if loss.sums.keys() != counts.keys():
+            problem = f"count() has {sorted(counts)}, and the loss is summed by {sorted(loss.sums)}"
+            raise UserError(f"rl: '{self.method.name}': {problem}: the names must be the same.")
         parts = [total / counts[name].clamp(min=1) for name, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes, loss.metrics
 

@@ -324,7 +324,7 @@ class MethodTrainer(Trainer):
             logs |= metrics(self.state, logs)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, UserCallback):
-                logs |= callback.metrics(self.state, logs)
+                logs |= callback.checked_metrics(self.state, logs)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

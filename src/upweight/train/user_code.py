@@ -1,9 +1,9 @@
 """What a config names by path for the loop: users' callbacks, optimizer and learning rate schedule."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.errors import UserError
-from upweight.user_modules import asked_names, bind_options, is_path, load_function, named_errors
+from upweight.train.optimizers.muon import muon_factory
+from upweight.user_modules import asked_names, bind_options, is_path, load_function, named_errors, named_method
 
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 CLASS_GETS, FUNCTION_GETS = ("params", "lr"), ("model", "lr", "weight_decay")
@@ -21,9 +22,18 @@ SCHEDULE_GETS = ("step", "optimizer", "num_training_steps", "num_warmup_steps")
 class UserCallback(TrainerCallback):
     """A user's callback: its errors name its path, and its `metrics` are added to each log."""
 
-    def metrics(self, state: Any, logs: Mapping[str, float]) -> Mapping[str, float]:
+    where: ClassVar[str]  # key and path
+
+    def metrics(self, state: Any, logs: Mapping[str, float]) -> Any:
         """Return metrics that a log gets besides."""
         return {}
+
+    def checked_metrics(self, state: Any, logs: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what `metrics` returns, or say that it is no dict."""
+        metrics = self.metrics(state, logs)
+        if not isinstance(metrics, Mapping):
+            raise UserError(f"{self.where}: metrics returned a {type(metrics).__name__}, not a dict of numbers.")
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -70,33 +80,26 @@ def _callback(config: Config, number: int, path: str, options: Mapping[str, Any]
     arguments = bind_options(kind, options, f"{key}.{path}", path)
     events = [event for event in EVENTS if getattr(kind, event) is not getattr(TrainerCallback, event)]
     events += ["metrics"] if hasattr(kind, "metrics") else []
-    methods = {event: _named(kind, event, f"{key}: '{path}'") for event in events}
-    # Its name stays, since transformers finds the state of a callback in a checkpoint by the name of its class.
-    bases: tuple[Any, ...] = (kind, UserCallback)
-    named = type(kind.__name__, bases, methods)
+    named = _with_named_errors(kind, events, f"{key}: '{path}'", UserCallback)
+    named.where = f"{key}: '{path}'"
 
     def build() -> TrainerCallback:
-        with named_errors(f"{key}: '{path}' cannot be built"):
+        with named_errors(f"{named.where} cannot be built"):
             return named(**arguments)
 
     return build
 
 
-def _named(kind: Any, event: str, what: str) -> Callable[..., Any]:
-    def call(self: Any, *arguments: Any, **kwargs: Any) -> Any:
-        with named_errors(f"{what} failed in {event}"):
-            result = getattr(kind, event)(self, *arguments, **kwargs)
-        if event == "metrics" and not isinstance(result, Mapping):
-            raise UserError(f"{what}: metrics returned a {type(result).__name__}, not a dict of numbers.")
-        return result
-
-    return call
+def _with_named_errors(kind: Any, methods: Iterable[str], what: str, *bases: type) -> Any:
+    """Return a class whose methods say what failed; its name stays, by which checkpoints hold a callback's state."""
+    named = {name: named_method(kind, name, what) for name in methods}
+    return type(kind.__name__, (kind, *bases), {"__module__": kind.__module__, **named})
 
 
 def _optimizer(config: Config) -> tuple[Any, dict[str, Any]] | None:
     path, options, optim = config.optim.optimizer, config.optim.optimizer_args or {}, config.optim
     if not is_path(path):
-        return None
+        return muon_factory(optim) if path == "muon" else None
     assert isinstance(options, dict), "a rule refuses text"
     kind: Any = load_function(path, config.folder, "optimizer")
     is_class = isinstance(kind, type)
@@ -106,7 +109,9 @@ def _optimizer(config: Config) -> tuple[Any, dict[str, Any]] | None:
     arguments = bind_options(kind, options, "optim_args", path, gets)
     passed = {"lr": optim.learning_rate or 0.0, "weight_decay": optim.weight_decay}
     arguments |= {name: value for name, value in passed.items() if name in gets and name in asked_names(kind)}
-    return (kind, arguments) if is_class else (lambda: partial(_built, kind, path), arguments)
+    if is_class:
+        return _with_named_errors(kind, ["step"], f"optimizer: '{path}'"), arguments
+    return lambda: partial(_built, kind, path), arguments
 
 
 def _built(function: Callable[..., Any], path: str, model: Any, **arguments: Any) -> Optimizer:
@@ -114,6 +119,7 @@ def _built(function: Callable[..., Any], path: str, model: Any, **arguments: Any
     optimizer = function(model=model, **arguments)
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: '{path}' returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    optimizer.__class__ = _with_named_errors(type(optimizer), ["step"], f"optimizer: '{path}'")
     return optimizer
 
 
@@ -143,6 +149,7 @@ def _made_schedule(
     if isinstance(schedule, ReduceLROnPlateau) or not isinstance(schedule, LRScheduler):
         wanted = "an LRScheduler that needs no metric"
         raise UserError(f"lr_scheduler: '{path}' returned a {type(schedule).__name__}, not {wanted}.")
+    schedule.__class__ = _with_named_errors(type(schedule), ["step"], f"lr_scheduler: '{path}'")
     return schedule
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from upweight.doctor.method_check.checks import check, names
+from upweight.doctor.method_check.checks import check
 from upweight.doctor.method_check.targets import methods_of
 from upweight.errors import UserError
 from upweight.methods import DPO, GDPO, GRPO, IPO, KTO, ORM, ORPO, PRM, RLOO, SFT, SimPO
@@ -24,12 +24,19 @@ OURS = {
     **{f"dpo {name}": DPO(loss_type=name) for name in ("sigmoid", "ipo", "aot", "sft")},
     **{method.name: method for method in (GDPO(), RLOO(), IPO(), ORPO(), SimPO(), SFT())},
 }
+
+
+def names(findings):
+    """The names of what failed."""
+    return [one.name for one in findings if one.problem is not None]
+
+
 FAST = ("grpo", "cispo", "kto", "prm", "dpo sigmoid")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in OURS])
 def test_our_methods_pass(name):
-    assert [one for one in check(OURS[name]) if one.problem is not None] == []
+    assert names(check(OURS[name])) == []
 
 
 def kimi(log_ratio, mask, sequence_advantages, tau: float = 0.1):
@@ -53,18 +60,24 @@ def pass_at_one(rewards, groups):
     return rewards
 
 
+def in_rows(rewards, num_generations):
+    grouped = rewards.view(-1, num_generations).nan_to_num(0.0)
+    return (grouped - grouped.mean(1, keepdim=True)).view(-1)
+
+
 RIGHT = {
     "kimi": GRPO(loss_type=kimi),
     "gpg": GRPO(loss_type=gpg),
     "chi": DPO(loss_type=["sigmoid", chi]),
     "bounded": KTO(loss_type=bounded),
     "advantages": GRPO(advantage_estimator=pass_at_one),
+    "advantages in rows": GRPO(advantage_estimator=in_rows),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_methods_of_users_pass(name):
-    assert [one for one in check(RIGHT[name]) if one.problem is not None] == []
+    assert names(check(RIGHT[name])) == []
 
 
 def by_tokens_of_the_batch(ratio, advantages, mask):
@@ -115,13 +128,27 @@ def by_spread(rewards, groups):
     return rewards / spread / sizes
 
 
+def by_number(logps, advantages):
+    return -logps * advantages * torch.arange(len(logps), device=logps.device)[:, None]
+
+
+def noisy(logps, advantages):
+    return -logps * advantages * (1 + 0.1 * torch.rand_like(logps))
+
+
+def by_chance(rewards):
+    return rewards * torch.rand_like(rewards)
+
+
 WRONG = {
+    by_number: ("any order", "A sequence has no fixed place in a batch"),
+    noisy: ("runs", "with the same step again. Draw no random numbers"),
     by_tokens_of_the_batch: ("any cut into micro-batches", "micro-batch. Return the terms themselves"),
     by_batch_mean: ("any cut into micro-batches", "a cut into"),
     by_width: ("masks", "divide by `lengths`, not by the width"),
     difference_without_mask: ("masks", "Multiply by `mask`"),
     without_mask: ("masks", "Multiply by `mask`"),
-    reading: ("no waiting for the device", "waits for the GPU"),
+    reading: ("no waiting for the device", "float(): trl.loss_type: '"),
     hidden: ("gradients against finite differences", "no_grad"),
     indexing: ("no waiting for the device", "boolean indexing"),
     nothing: ("runs", "no gradient reaches"),
@@ -136,7 +163,10 @@ def test_wrong_losses_are_caught_in_words(loss):
     assert any(words in (one.problem or "") for one in findings if one.name == name)
 
 
-@pytest.mark.parametrize(("function", "words"), [(by_place, "another order"), (by_spread, "NaN or infinity")])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(by_place, "another order"), (by_spread, "NaN or infinity"), (by_chance, "at the second call. Draw no random")],
+)
 def test_wrong_advantages_are_caught_in_words(function, words):
     findings = check(GRPO(advantage_estimator=function))
     assert names(findings) == ["advantages"]

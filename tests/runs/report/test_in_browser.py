@@ -42,6 +42,17 @@ def test_runs_are_compared(tmp_path):
     assert "All runs" in shown
 
 
+def test_compared_runs_show_what_each_wrote_last(tmp_path):
+    runs = [write_run(tmp_path / "one", steps=10), write_run(tmp_path / "other", steps=40)]
+    for run, step in zip(runs, (10, 40), strict=True):
+        file = run / "completions" / f"step_{step:05d}.jsonl"
+        file.write_text(as_lines([completion(step, completion=f"the end of {run.name}")]))
+    shown = seen(write_report(runs), tmp_path)
+    assert "the end of one" in shown
+    assert "the end of other" in shown
+    assert ">step 10<" in shown
+
+
 def test_an_empty_folder_says_so(tmp_path):
     (tmp_path / "run").mkdir()
     shown = seen(write_report([tmp_path / "run"]), tmp_path)

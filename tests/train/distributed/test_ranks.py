@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from made_runs import on_ranks
+from made_runs import metrics_of, on_ranks, write_config
+from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.distributed.ranks import (
     all_gather_objects,
     broadcast_from_rank0,
     join_ranks,
+    leave_ranks,
     local_rank0_first,
 )
+from upweight.train.run import train
 
 
 def work(folder):
@@ -71,3 +74,23 @@ def wait_for_a_slow_rank():
 
 def test_a_rank_waits_for_others_as_long_as_the_keys_say():
     on_ranks(wait_for_a_slow_rank, 2)
+
+
+def train_both(files):
+    for file in files:
+        train(load_config(file))
+    assert dist.is_initialized()
+    leave_ranks()
+
+
+@pytest.mark.slow
+def test_runs_follow_each_other_in_the_same_ranks(model_folder, tmp_path):
+    """A second joining of the same processes would wait for ever, so they stay joined."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    files = []
+    for folder in folders:
+        folder.mkdir()
+        files.append(write_config(folder, model_folder, micro_batch_size=1, max_steps=2, ddp_timeout=60))
+    on_ranks(train_both, 2, files)
+    first, second = (metrics_of(folder / "out") for folder in folders)
+    assert [line["loss"] for line in first] == [line["loss"] for line in second]

@@ -8,7 +8,7 @@ from typing import Any
 from upweight.config.config import Config, general_keys
 from upweight.config.peers import SCHEDULE_ARGS
 from upweight.config.rules.data import entries
-from upweight.config.sections.training import FROM_BITSANDBYTES
+from upweight.config.sections.training import FROM_BITSANDBYTES, LOW_RANK
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
 from upweight.user_modules import is_path
@@ -36,6 +36,7 @@ def optimisation(config: Config) -> Iterator[str]:
         yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
     if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
         yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
+    yield from _projected(config)
     if is_path(config.optim.optimizer):  # whose arguments are not sent as text
         if isinstance(args, str):
             yield f"optim_args: expected a mapping, whose values '{config.optim.optimizer}' gets by name, not {args!r}."
@@ -46,6 +47,26 @@ def optimisation(config: Config) -> Iterator[str]:
     wrong = [name for name, value in args.items() if not _is_plain_value(value)] if isinstance(args, dict) else []
     if wrong:
         yield f"optim_args.{wrong[0]}: expected a number, a switch or a word, which are handed over as text."
+
+
+def _projected(config: Config) -> Iterator[str]:
+    """Check optimizers that treat some weights apart: GaLore, APOLLO, Muon."""
+    name, targets = config.optim.optimizer, config.optim.optim_target_modules
+    if name in LOW_RANK and not targets:
+        yield f"optim_target_modules: {name} needs the linear layers to project; set it to 'all-linear'."
+    if name in LOW_RANK and config.adapter.kind is not None:
+        yield f"optimizer: {name} projects the gradients of whole weights, and an adapter has none; drop one of them."
+    if targets and name not in LOW_RANK:
+        yield f"optim_target_modules: {name} does not read it; use one of {', '.join(LOW_RANK)}, or drop the key."
+    if name == "muon" and config.optim.optimizer_args:
+        yield "optim_args: Muon has keys of its own, 'muon_momentum' and others; drop 'optim_args'."
+    # A run's config.yaml has every key, with its default.
+    keys = [key for key in type(config.optim).model_fields if key.startswith("muon_")]
+    muon = [key for key in keys if getattr(config.optim, key) != type(config.optim).model_fields[key].default]
+    if name != "muon" and muon:
+        yield f"{muon[0]}: {name} does not read it; set 'optimizer: muon', or drop the key."
+    if name in ("muon", *LOW_RANK) and (config.sharding.fsdp or config.sharding.deepspeed is not None):
+        yield f"optimizer: {name} needs whole weights, not shards; use 'adamw_torch_fused', or drop fsdp and deepspeed."
 
 
 def _is_plain_value(value: Any) -> bool:

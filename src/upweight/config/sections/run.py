@@ -12,6 +12,16 @@ SaveStrategy = Literal["no", "steps", "epoch", "best"]
 HubStrategy = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
 WandbWatch = Literal["gradients", "all", "parameters", "false"]
 WandbUpload = Literal["checkpoint", "end", "false"]
+CometMode = Literal["get_or_create", "get", "create"]
+CometOption = Literal[
+    "disabled", "log_code", "log_graph", "parse_args", "display_summary_level", "log_git_metadata", "log_git_patch",
+    "log_env_details", "log_env_gpu", "log_env_host", "log_env_cpu", "log_env_network", "log_env_disk",
+    "auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_metric_step_rate",
+    "auto_histogram_epoch_rate", "auto_histogram_gradient_logging", "auto_histogram_activation_logging",
+    "auto_histogram_tensorboard_logging", "auto_histogram_weight_logging", "offline_directory",
+    "distributed_node_identifier", "name", "tags",
+]  # fmt: skip
+SwanlabMode = Literal["cloud", "local", "offline", "disabled"]
 
 
 class RunSection(Section):
@@ -75,3 +85,22 @@ class TrackingSection(Section):
     trackio_project: str | None = setting("trackio_project_name", None, "Trackio project.")
     trackio_run: str | None = setting("trackio_run_name", None, "Trackio run name.")
     trackio_space: str | None = setting("trackio_space_id", None, "Space that shows the Trackio board.")
+    comet: bool = setting("use_comet", False, "Log to Comet.")
+    comet_api_key: str | None = setting("comet_api_key", None, "Comet key; `COMET_API_KEY` and its login serve too.")
+    comet_workspace: str | None = setting("comet_workspace", None, "Comet workspace.")
+    comet_project: str | None = setting("comet_project_name", None, "Comet project.")
+    comet_experiment_key: str | None = setting("comet_experiment_key", None, "Comet experiment to continue.")
+    comet_mode: CometMode | None = setting("comet_mode", None, "Whether Comet begins an experiment or continues one.")
+    comet_online: bool | None = setting("comet_online", None, "Send to Comet, or keep an archive for `comet upload`.")
+    comet_options: dict[CometOption, bool | int | str] = setting(
+        "comet_experiment_config", {}, "Options of Comet's `ExperimentConfig`: `log_code: false`."
+    )
+    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab.")
+    swanlab_api_key: str | None = setting("swanlab_api_key", None, "SwanLab key; its login serves too.")
+    swanlab_project: str | None = setting("swanlab_project", None, "SwanLab project.")
+    swanlab_workspace: str | None = setting("swanlab_workspace", None, "SwanLab user or team.")
+    swanlab_experiment: str | None = setting("swanlab_experiment_name", None, "SwanLab experiment name.")
+    swanlab_description: str | None = setting("swanlab_description", None, "SwanLab description of the experiment.")
+    swanlab_mode: SwanlabMode | None = setting("swanlab_mode", None, "SwanLab mode.")
+    swanlab_web_host: str | None = setting("swanlab_web_host", None, "Pages of a SwanLab server of yours.")
+    swanlab_api_host: str | None = setting("swanlab_api_host", None, "API of a SwanLab server of yours.")

@@ -11,10 +11,13 @@ OptimizerName = Literal[
     "paged_adamw_8bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "lion",
     "lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
     "rmsprop_bnb_32bit", "adafactor", "sgd", "adagrad", "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free_adamw",
-    "schedule_free_sgd", "schedule_free_radam", "stable_adamw",
+    "schedule_free_sgd", "schedule_free_radam", "stable_adamw", "galore_adamw", "galore_adamw_8bit",
+    "galore_adafactor", "apollo_adamw", "muon",
 ]  # fmt: skip
 FROM_BITSANDBYTES = {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion", "ademamix"))}
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if "bnb" in name or name == "adamw_8bit"}
+GALORE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
+LOW_RANK = (*GALORE, "apollo_adamw")  # of gradients, projected to few dimensions
 SchedulerName = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
     "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "warmup_stable_decay",
@@ -55,6 +58,17 @@ class OptimSection(Section):
         "optimizer", "adamw_torch_fused", "Optimizer, named as in transformers; or a class or function of yours."
     )
     optimizer_args: str | dict[str, Any] | None = setting("optim_args", None, "Further arguments of the optimizer.")
+    optim_target_modules: list[str] | str | None = setting(
+        "optim_target_modules", None, "Linear layers whose gradients GaLore or APOLLO project; `all-linear` for all."
+    )
+    muon_momentum: float = setting("muon_momentum", 0.95, "Muon's momentum.", ge=0, lt=1)
+    muon_nesterov: bool = setting("muon_nesterov", True, "Whether Muon's momentum is Nesterov's.")
+    muon_ns_steps: PositiveInt = setting("muon_ns_steps", 5, "Newton-Schulz steps of Muon.")
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = setting(
+        "muon_adjust_lr",
+        "match_rms_adamw",
+        "How Muon scales its rate by a weight's shape; the default fits AdamW's rates.",
+    )
     scheduler: SchedulerName | UserPath = setting(
         "lr_scheduler", "cosine", "Learning rate schedule, named as in transformers; or a function of yours."
     )

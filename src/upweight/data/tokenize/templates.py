@@ -130,7 +130,7 @@ class ChatTemplate:
         ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
         with time_limit(self.seconds):
-            source = self.tokenizer.chat_template if self.source is None else self.source
+            source = self.source or getattr(self.tokenizer, "chat_template", None)
             plain = None if resume else self._plain(source, conversation, ask=ask)
             if plain is not None and self._plain.is_compared:
                 return plain

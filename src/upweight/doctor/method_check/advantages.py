@@ -25,8 +25,13 @@ def unknown_to_advantages(method: Method) -> str | None:
 
 def advantages_are_sound(method: Method) -> Iterator[str]:
     """Advantages are finite where rewards are equal or missing, and follow their completions in any order."""
+    if "num_generations" in type(method).model_fields:
+        method = method.model_copy(update={"num_generations": SIZE})
     groups = range(len(REWARDS))
-    plain = _advantages(method, [(group, list(range(SIZE))) for group in groups])
+    in_order = [(group, list(range(SIZE))) for group in groups]
+    plain, again = _advantages(method, in_order), _advantages(method, in_order)
+    if not all(torch.equal(values, again[place]) for place, values in plain.items()):
+        yield "the same rollout has other advantages at the second call. Draw no random numbers, and keep nothing"
     if not all(bool(values.isfinite().all()) for values in plain.values()):
         yield "an advantage is NaN or infinite where all rewards of a group are equal, or one is missing (NaN)"
     order = [(group, random.Random(group).sample(range(SIZE), SIZE)) for group in reversed(groups)]
@@ -58,12 +63,12 @@ def _advantages(method: Method, order: list[tuple[int, list[int]]]) -> dict[tupl
         )
         for group, values_S in zip(groups, advantage_S.split(SIZE), strict=True):
             group.advantage_S = values_S
-    found = {}
+    advantages = {}
     for (number, members), group in zip(order, groups, strict=True):
         assert group.advantage_S is not None
         for member, one, value in zip(members, group.completions, group.advantage_S, strict=True):
-            found[number, member] = torch.tensor(one.advantages) if one.advantages else value[None].float()
-    return found
+            advantages[number, member] = torch.tensor(one.advantages) if one.advantages else value[None].float()
+    return advantages
 
 
 def _completion(group: int, member: int) -> Completion:

@@ -1,7 +1,7 @@
 """The properties that training relies on, each tried on a method; what fails is said in words."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -74,6 +74,8 @@ def runs(method: Method) -> Iterator[str]:
         yield "no gradient reaches the log-probs (or scores): is everything detached?"
     if not all(bool(one.isfinite().all()) for one in result.gradients.values()):
         yield "the gradient is NaN or infinite, though the loss is finite: guard roots, logarithms and divisions"
+    if problem := next(_compare(result, step.run([range(UNITS)]), "the same step again"), None):
+        yield f"{problem}. Draw no random numbers, and keep nothing from one call for the next"
 
 
 def any_order(method: Method) -> Iterator[str]:
@@ -81,7 +83,8 @@ def any_order(method: Method) -> Iterator[str]:
     step = NumberStep(method)
     whole = step.run([range(UNITS)])
     for seed in range(3):
-        yield from _compare(whole, step.run([_shuffled(seed)]), "the same units in another order")
+        if problem := next(_compare(whole, step.run([_shuffled(seed)]), "the same units in another order"), None):
+            yield f"{problem}. A sequence has no fixed place in a batch: do not use its number"
 
 
 def any_cut(method: Method) -> Iterator[str]:
@@ -114,8 +117,8 @@ def gradients(method: Method) -> Iterator[str]:
         prepared, recorded = step.prepared([part]), list[Tensor]()
         with _detached(recorded, replay=False):
             total = _total(method, step, prepared)
-        found = torch.autograd.grad(total, list(step.leaves.values()), allow_unused=True)
-        for (name, leaf), gradient in zip(step.leaves.items(), found, strict=True):
+        gradients_of_leaves = torch.autograd.grad(total, list(step.leaves.values()), allow_unused=True)
+        for (name, leaf), gradient in zip(step.leaves.items(), gradients_of_leaves, strict=True):
             direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(seed), dtype=leaf.dtype)
             expected = 0.0 if gradient is None else float((gradient * direction).sum())
             ends = []
@@ -142,7 +145,7 @@ def no_waiting(method: Method) -> Iterator[str]:
     except Exception as error:  # on tensors without values
         if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
             raise
-        place = describe_error(error)
+        place = str(error) if isinstance(error, UserError) else describe_error(error)
         remedy = (
             "Use torch.where instead of `if` and of boolean indexing; no .item(), .tolist(), .cpu(), bool(), float()"
         )
@@ -207,7 +210,8 @@ def _shuffled(seed: int) -> list[int]:
 def _compare(whole: Result, other: Result, words: str) -> Iterator[str]:
     """Yield how a step differs from the same step otherwise arranged."""
     if not torch.isclose(whole.loss, other.loss, rtol=TOLERANCE, atol=TOLERANCE):
-        yield f"the loss of a step is {float(whole.loss):.6g}, and {float(other.loss):.6g} with {words}"
+        digits = 6 if f"{float(whole.loss):.6g}" != f"{float(other.loss):.6g}" else 12
+        yield f"the loss of a step is {float(whole.loss):.{digits}g}, and {float(other.loss):.{digits}g} with {words}"
     for name, gradient in whole.gradients.items():
         if name not in other.gradients or not torch.allclose(gradient, other.gradients[name], TOLERANCE, TOLERANCE):
             yield f"the gradient of {name.rpartition('_')[0]} is another one with {words}"
@@ -230,8 +234,3 @@ def _detached(recorded: list[Tensor], *, replay: bool) -> Iterator[None]:
 
     with patch.object(Tensor, "detach", detach):
         yield
-
-
-def names(findings: Sequence[Finding]) -> list[str]:
-    """Return the names of what failed."""
-    return [one.name for one in findings if one.problem is not None]

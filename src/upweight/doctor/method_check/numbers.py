@@ -1,7 +1,7 @@
 """A step of random numbers in place of a model's outputs, cut into micro-batches in any way."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,8 +98,8 @@ class NumberStep:
         counts = summed(self.method.count(batch) for _, batch in parts)
         losses = [self.method.loss(out, batch, prepared) for out, batch in parts]
         total = loss_of(summed(loss.sums for loss in losses), counts)
-        found = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
-        gradients = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
+        every = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
+        gradients = {name: one for name, one in zip(self.leaves, every, strict=True) if one is not None}
         return Result(total.detach(), gradients, joined_metrics(loss.metrics for loss in losses))
 
 
@@ -131,11 +131,8 @@ def joined_metrics(parts: Iterable[Any]) -> dict[str, Tensor]:
 
 
 def _mean(means: Sequence[Mean]) -> Tensor:
-    return torch.stack([one.total for one in means]).sum() / torch.stack([one.weight for one in means]).sum().clamp(
-        min=1
-    )
+    weight = torch.stack([one.weight for one in means]).sum()
+    return torch.stack([one.total for one in means]).sum() / weight.clamp(min=1)
 
 
-KNOWN_OUTPUTS = frozenset(one.name for one in fields(Outputs)) & frozenset(
-    {*LEARNED, "ref_logps_T", "is_top_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T"}
-)
+KNOWN_OUTPUTS = {*LEARNED, "ref_logps_T", "is_top_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T"}

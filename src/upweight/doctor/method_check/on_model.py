@@ -116,5 +116,5 @@ class ModelStep:
         counts = self.method.count(count_batch(units, predict))
         losses = [self.method.loss(outputs(number), batch, prepared) for number, batch in enumerate(batches)]
         total = loss_of(summed(loss.sums for loss in losses), counts)
-        found = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
-        return total.detach(), torch.cat([one.flatten() for one in found if one is not None])
+        gradients = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
+        return total.detach(), torch.cat([one.flatten() for one in gradients if one is not None])

@@ -25,8 +25,13 @@ NAMES: dict[Place, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def methods_of(target: str, options: Mapping[str, Any], place: Place | None, folder: Path) -> dict[str, Method]:
-    """Return the methods to check by name: of a config, of a file's functions and classes, or of one by its path."""
+def methods_of(
+    target: str, options: Mapping[str, Any], place: Place | None, folder: Path
+) -> dict[str, Method | UserError]:
+    """Return the methods to check by name: of a config, of a file's functions and classes, or of one by its path.
+
+    A function of a file of which no method can be made has the error instead, so that the others are checked.
+    """
     file = (folder / target).resolve()
     if target.endswith((".yaml", ".yml")):
         config = load_config(file, [f"{key}={value}" for key, value in options.items()], fragment=True)
@@ -38,20 +43,24 @@ def methods_of(target: str, options: Mapping[str, Any], place: Place | None, fol
         raise UserError(f"{target}: there is no such file")
     with named_errors(f"{target} cannot be imported"):
         module = load_file(file.stem, file)
-    found = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
-    found = [one for one in found if inspect.isclass(one) or _places(one) or TERMS & set(asked_names(one))]
-    if not found:
+    candidates = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
+    candidates = [one for one in candidates if inspect.isclass(one) or _places(one) or TERMS & set(asked_names(one))]
+    if not candidates:
         raise UserError(f"{target}: has no Method, and no function that asks for what losses or advantages get.")
-    methods = {}
-    for one in found:
+    settable = {one: _settable(one, place) for one in candidates}
+    methods: dict[str, Method | UserError] = {}
+    for one in candidates:
+        others = {name for other in candidates if other is not one for name in settable[other]} - settable[one]
         try:
-            methods[name_of(one)] = _method(one, options, place, folder)
+            settings = {name: value for name, value in options.items() if name not in others}
+            methods[name_of(one)] = _method(one, settings, place, folder)
         except UserError as error:
-            raise UserError(f"{error}\n{HELPERS}") from None
+            methods[name_of(one)] = error if options or inspect.isclass(one) else UserError(f"{error} {HELPERS}")
     return methods
 
 
 HELPERS = "If it is a helper that another function calls, begin its name with an underscore."
+METHOD_OF: dict[Place, type[Method]] = {"advantages": GRPO, "dpo": DPO, "kto": KTO, "grpo": GRPO, "sft": SFT}
 # A function that asks for one of these is a loss, and no helper, even if its place is not clear.
 TERMS = {"logps", "ref_logps", "entropy"}
 
@@ -74,23 +83,41 @@ def _places(function: Callable[..., Any]) -> list[Place]:
     return places
 
 
-def _method(function: Any, options: Mapping[str, Any], place: Place | None, folder: Path) -> Method:
+def _method(one: Any, options: Mapping[str, Any], place: Place | None, folder: Path) -> Method:
     """Return the method in which a function has its place, or an object of a class."""
-    if inspect.isclass(function):
-        kind = register_method(path_of(function), folder)
-        return _built(kind, options)
-    places = _places(function) or _possible(function)
-    if place and (len(places) != 1 or place in places):  # in a file of several, the others keep their places
-        places = [place]
-    if len(places) != 1:
-        several = f"can be a loss of {' or '.join(places)}" if places else "asks for nothing that losses get"
-        raise UserError(f"'{name_of(function)}' {several}: say which with --as ({', '.join(NAMES)}).")
-    setting = "advantage_estimator" if places[0] == "advantages" else "loss_type"
-    kind = {"dpo": DPO, "kto": KTO, "sft": SFT}.get(places[0], GRPO)
-    paths = {path: key.name for key in keys_of(kind) for path in (key.path, key.name)}
+    if inspect.isclass(one):
+        return _built(register_method(path_of(one), folder), options)
+    place = _place(one, place)
+    setting, kind = "advantage_estimator" if place == "advantages" else "loss_type", METHOD_OF[place]
+    paths = _paths(kind)
     settings = {paths[name]: value for name, value in options.items() if name in paths}
     rest = {name: value for name, value in options.items() if name not in paths}
-    return _built(kind, {**settings, setting: UserFunction.of(function), "method_args": rest})
+    return _built(kind, {**settings, setting: UserFunction.of(one), "method_args": rest})
+
+
+def _place(function: Callable[..., Any], asked: Place | None) -> Place:
+    """Return where a function stands; `asked` decides where its names do not."""
+    places = _places(function) or _possible(function)
+    if asked and (len(places) != 1 or asked in places):  # in a file of several, the others keep their places
+        return asked
+    if len(places) != 1:
+        several = f"can be a loss of {' or '.join(places)}" if places else "asks for nothing that losses get"
+        remedy = f"Say which with --as ({', '.join(NAMES)})."
+        raise UserError(f"'{name_of(function)}' {several}. {remedy}")
+    return places[0]
+
+
+def _settable(one: Any, place: Place | None) -> set[str]:
+    """Return the settings of a function and of the methods in which it may stand, or of a class."""
+    if inspect.isclass(one) and issubclass(one, Method):
+        return set(_paths(one))
+    places = _places(one) or ([place] if place else _possible(one))
+    return {*asked_names(one), *(path for known in places for path in _paths(METHOD_OF[known]))}
+
+
+def _paths(kind: type[Method]) -> dict[str, str]:
+    """Return the names of a method's settings by their keys in a config and by themselves."""
+    return {path: key.name for key in keys_of(kind) for path in (key.path, key.name)}
 
 
 def _possible(function: Callable[..., Any]) -> list[Place]:

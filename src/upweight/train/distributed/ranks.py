@@ -24,7 +24,10 @@ _wait_seconds: int = ShardingSection().wait_timeout  # for work of other ranks, 
 
 
 def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialState, torch.device]:
-    """Return this process's ranks and device; a collective may take `timeout_s`, work of other ranks `wait_s`."""
+    """Return this process's ranks and device; a collective may take `timeout_s`, work of other ranks `wait_s`.
+
+    A process joins once: in a later run it keeps the `timeout_s` of its first.
+    """
     global _wait_seconds  # noqa: PLW0603
     _wait_seconds = wait_s
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -36,6 +39,12 @@ def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialStat
         state = PartialState(cpu=True) if on_cpu else PartialState(timeout=timeout)
     assert isinstance(state.device, torch.device)
     return state, state.device
+
+
+def leave_ranks() -> None:
+    """Leave the process group, once: whoever joins again meets the addresses of the first time and waits for ever."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def context_parallel_group(size: int) -> ContextGroup | None:

@@ -107,8 +107,12 @@ function stepByKeys(event) {
 }
 
 function rowsNow(step) {
-  const parts = partsOf(state.runs).filter((part) => part.set === reading.set && (step === null || part.step === step)
+  const chosen = partsOf(state.runs).filter((part) => part.set === reading.set
     && (reading.run === "all" || state.runs.length === 1 || Number(reading.run) === part.run));
+  // Runs that are compared need not have written at the same steps: each shows what it wrote last by then.
+  const last = (own) => own.filter((part) => part.step <= step).pop() || own[0];
+  const parts = step === null ? chosen
+    : state.runs.map((run, number) => last(chosen.filter((part) => part.run === number))).filter(Boolean);
   return { rows: parts.flatMap((part) => part.rows.map((row) => ({ ...row, run: part.run, step: part.step }))), total: parts.reduce((sum, part) => sum + part.total, 0) };
 }
 
@@ -208,7 +212,7 @@ function answerCard(row, wanted, largest, shared, count) {
   const head = el("header", {},
     swatch, several && el("span", { class: "of" }, state.runs[row.run].name),
     count > 1 && el("span", { class: "tag times", title: "So many completions are word for word the same and score alike" }, `\u00d7 ${count}`),
-    reading.everywhere && reading.filter.trim() && el("span", { class: "small" }, `step ${row.step}`),
+    (several || (reading.everywhere && reading.filter.trim())) && el("span", { class: "small" }, `step ${row.step}`),
     row.reward !== undefined && el("span", { class: "score", title: "Reward: the sum, by weight" }, show(row.reward)),
     row.advantage !== undefined && el("span", { class: `advantage ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`, title: "Advantage: how much better than its group" },
       `${row.advantage > 0 ? "\u25b2" : row.advantage < 0 ? "\u25bc" : ""} ${signed(row.advantage)}`),

@@ -1,0 +1,1 @@
+"""The commands that give a trained model to others: `merge-lora`, `export`, `gguf` and `serve`."""

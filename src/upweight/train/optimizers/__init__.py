@@ -1,0 +1,1 @@
+"""Optimizers that are put together here, from those of torch."""
