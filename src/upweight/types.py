@@ -322,6 +322,16 @@ class Generator(Protocol):
 
 
 @runtime_checkable
+class Compiles(Protocol):
+    """A sampling backend that compiles or records what it runs, and counts the seconds of it."""
+
+    @property
+    def compile_seconds(self) -> float:
+        """The seconds that this has taken so far."""
+        ...
+
+
+@runtime_checkable
 class ChecksSampling(Protocol):
     """A sampling backend that is checked on the model before it first samples, on all ranks together."""
 

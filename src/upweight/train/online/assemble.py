@@ -41,7 +41,7 @@ from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.policy import Policy
-from upweight.types import ChecksSampling, Generator
+from upweight.types import ChecksSampling, Compiles, Generator
 from upweight.user_modules import load_function
 
 MAX_REROLL = 1024  # failed prompts remembered
@@ -116,8 +116,7 @@ def build_rollouts(
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
-    rows, order = _prompts(config, prompts, plan)
-    backend = backend_of(config)
+    (rows, order), backend = _prompts(config, prompts, plan), backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
@@ -139,6 +138,7 @@ def build_rollouts(
         ranks=Ranks() if backend.rank0_only else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=feature_matching.longest if feature_matching is not None and feature_matching.adapts else None,
         check_sampling=generator.check_sampling if isinstance(generator, ChecksSampling) else None,
+        compiles=generator if isinstance(generator, Compiles) else None,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
