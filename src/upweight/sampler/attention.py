@@ -37,6 +37,10 @@ class Rotation(NamedTuple):
 class RotatingAttention(Protocol):
     """Attention that also takes queries and keys as their projections give them."""
 
+    def __call__(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Attend with query and key as they are."""
+        ...
+
     def attend_rotated(  # noqa: PLR0917 - as `CallAttention`, with one argument more
         self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rotation: Rotation
     ) -> Tensor:

@@ -57,8 +57,8 @@ def _has_form(layer: nn.Module) -> bool:
 def _same_logits(forward: CachedForward, forwards: dict[nn.Module, Callable[..., Tensor]]) -> bool:
     """Return whether fused layers give the logits of the model's own on random tokens, by an attention made up."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = forward.base.get_input_embeddings().weight.shape[0]
-    ids_B1 = torch.randint(vocabulary, (_TRIED_TOKENS, 1), generator=generator).to(forward.device)
+    embeddings: Any = forward.base.get_input_embeddings()
+    ids_B1 = torch.randint(len(embeddings.weight), (_TRIED_TOKENS, 1), generator=generator).to(forward.device)
     position_B1 = torch.arange(_TRIED_TOKENS, device=forward.device)[:, None] * 7
 
     def attend(call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
@@ -112,14 +112,15 @@ class FusedDecoder:
 
     def _attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, embeddings: Any) -> Tensor:
         """Attend as the running forward does, with queries and keys normed and rotated by it or before."""
+        context: Any
         call, context = running_attention()
         params = self._params[attention]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         cos, sin = embeddings
         if isinstance(context, RotatingAttention) and cos.shape[-1] == query.shape[-1]:
-            weights = [None if norm is None else norm.weight for norm in norms]
+            query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
             epsilon = 0.0 if norms[0] is None else epsilon_of(norms[0]) or 0.0
-            rotation = Rotation(cos.contiguous(), sin.contiguous(), *weights, epsilon)
+            rotation = Rotation(cos.contiguous(), sin.contiguous(), query_norm, key_norm, epsilon)
             return context.attend_rotated(call, query, key, value, params, rotation)
         if norms[0] is not None and norms[1] is not None:
             query, key = norms[0](query), norms[1](key)

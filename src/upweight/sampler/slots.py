@@ -29,7 +29,7 @@ if torch.cuda.is_available() and find_spec("triton"):
     from upweight.sampler.kernels.draw import DrawState, draw_step
     from upweight.sampler.kernels.paged_attention import paged_step
 else:
-    paged_step = draw_step = None
+    paged_step = draw_step = DrawState = None
 
 # Not cuDNN's, which plans anew for every length of a prompt, for a millisecond in each layer.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -188,11 +188,12 @@ class Slots:
         logits_BV = self.forward.logits(self.token_B[:size, None], length_B[:, None], attend, None)
         sampling = self.sampling
         truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        if draw_step is None or not kernels or truncates or self.seen_BV is not None:
+        if draw_step is None or DrawState is None or not kernels or truncates or self.seen_BV is not None:
             self._draw_tokens(logits_BV)
             return
-        slots = (x[:size] for x in (self.uniform_BN, self.token_B, length_B, self.drawn_B, self.limit_B))
-        draw_step(logits_BV, sampling.temperature, DrawState(*slots, self.column_1, self.ids_KB, self.logps_KB))
+        slots = [x[:size] for x in (self.uniform_BN, self.token_B, length_B, self.drawn_B, self.limit_B)]
+        state = DrawState._make([*slots, self.column_1, self.ids_KB, self.logps_KB])
+        draw_step(logits_BV, sampling.temperature, state)
 
     def _draw_tokens(self, logits_BV: Tensor) -> None:
         """Draw the token of every slot, and go on with it where tokens are left to draw."""

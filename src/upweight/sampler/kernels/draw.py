@@ -84,11 +84,11 @@ def _draw_kernel(
     weights = sums.to(tl.float64) * tl.exp(tops - top).to(tl.float64)
     total = tl.sum(weights, 0)
     drawn = tl.load(drawn_at + row)
+    target = total * tl.load(uniform_at + row * by_slot + tl.minimum(drawn, numbers - 1))
     if GREEDY:
         span = tl.min(tl.where(tops == top, each, SPANS_UP), 0)
         span = tl.minimum(span, spans - 1)
     else:
-        target = total * tl.load(uniform_at + row * by_slot + tl.minimum(drawn, numbers - 1))
         span = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
         # Rounding may lead behind the last span of any weight.
         last = tl.max(tl.where(weights > 0, each, 0), 0)
