@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from upweight.config.config import blocks, general_keys, method_keys
 from upweight.errors import UserError, did_you_mean
+from upweight.lazy_torch import torch
 from upweight.methods import METHODS
 from upweight.methods.base import KINDS, Method
 from upweight.methods.users.function import name_of, path_of
@@ -55,8 +54,8 @@ def _checked_loss(loss: Callable[..., Any], name: str) -> Callable[..., Loss]:
         if not isinstance(result, Loss):
             raise UserError(f"rl: '{name}': loss returned a {type(result).__name__}. {wanted}")
         for key, total in result.sums.items():
-            if not isinstance(total, Tensor) or total.ndim:
-                given = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+            if not torch.is_tensor(total) or total.ndim:
+                given = f"of shape {list(total.shape)}" if torch.is_tensor(total) else f"a {type(total).__name__}"
                 raise UserError(f"rl: '{name}': the sum '{key}' of loss is {given}. {wanted}")
         return result
 

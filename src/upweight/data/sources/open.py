@@ -256,7 +256,7 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
     if by_form or _file_suffix(Path(path)) in FILE_KINDS:
         raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar_to(path, folder)}")
-    offline = " The hub is not asked: it is switched off or cannot be reached." if is_offline() else ""
+    offline = " The hub is not asked: it is switched off (HF_HUB_OFFLINE) or cannot be reached." if is_offline() else ""
     try:
         options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
         return _load_tables(path, **options, streaming=streaming)
