@@ -57,7 +57,7 @@ def test_repetition_is_penalised_by_token_ids():
 def test_algebra_without_its_package_says_how_to_get_it():
     if find_spec("math_verify") is not None:
         pytest.skip("it is installed")
-    with pytest.raises(UserError, match=r"upweight\[math\]"):
+    with pytest.raises(UserError, match="pip install math-verify"):
         accuracy_reward(said(RIGHT), [GOLD])
 
 
