@@ -6,7 +6,7 @@ import json
 import pytest
 
 from made_runs import upweight
-from upweight.data.columns import first_row, guess_columns, mapping, misses_columns
+from upweight.data.columns import first_row, guess_columns, misses_columns, type_mapping
 from upweight.errors import UserError
 
 
@@ -26,7 +26,7 @@ from upweight.errors import UserError
     ],
 )  # fmt: skip
 def test_the_mapping_to_paste(kind, columns, expected):
-    assert mapping(kind, columns) == expected
+    assert type_mapping(kind, columns) == expected
 
 
 def test_a_column_has_one_role():

@@ -55,13 +55,13 @@ def _title(file: Path) -> str:
 
 def _print_lines(pages: dict[str, Path], words: str) -> None:
     """Print each line with the words, after the page and the heading that it stands under."""
-    found = False
+    is_in_a_page = False
     for name, file in pages.items():
         heading = ""
         for line in file.read_text(encoding="utf-8").splitlines():
             heading = line.strip("# ") if line.startswith("#") else heading
             if words.lower() in line.lower():
-                found = True
+                is_in_a_page = True
                 print(f"{name} ({heading}): {line.strip()}")
-    if not found:
+    if not is_in_a_page:
         raise UserError(f"no page holds '{words}'. Search for less, or list the pages: upweight docs")

@@ -12,7 +12,7 @@ from upweight.config import Config, load_config, parse_config
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
-from upweight.data.columns import first_row, mapping, misses_columns
+from upweight.data.columns import first_row, misses_columns, type_mapping
 from upweight.errors import UserError
 from upweight.log import warn_once
 
@@ -81,10 +81,10 @@ def unread_columns(config: Config) -> Iterator[str]:
             files = (Path(entry.path).expanduser(), stage.folder / entry.path)
             row = next((first_row(file) for file in files if file.is_file()), None)
             if row is not None and misses_columns(kind, row):
-                found = mapping(kind, row)
-                remedy = (
-                    f"Add to it: `{found}`" if found else "`type` maps columns of other names (upweight docs formats)"
-                )
+                mapping = type_mapping(kind, row)
+                remedy = "`type` maps columns of other names (upweight docs formats)"
+                if mapping is not None:
+                    remedy = f"Add to it: `{mapping}`"
                 problem = f"{entry.path} has {', '.join(row)}, which '{stage.method.name}' does not read"
                 yield f"datasets[{number}]: {problem}. {remedy}"
 

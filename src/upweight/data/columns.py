@@ -40,14 +40,14 @@ LONGEST_LINE = 1 << 22  # characters that are read of a file to find its first r
 def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
     """Return the column for each role of a kind of data; a role without a likely column is left out."""
     left = list(columns)
-    found: dict[str, str] = {}
+    column_of: dict[str, str] = {}
     for role in ROLES.get(kind, ()):
         column = next((name for word in (role, *NAMES[role]) for name in left if word in _words(name)), None)
         column = column or next(iter(get_close_matches(role, left, 1, 0.75)), None)
         if column is not None:
-            found[role] = column
+            column_of[role] = column
             left.remove(column)
-    return found
+    return column_of
 
 
 def _words(name: str) -> list[str]:
@@ -56,12 +56,12 @@ def _words(name: str) -> list[str]:
     return [name.lower(), *re.findall(r"[a-z]+", spaced.lower())]
 
 
-def mapping(kind: str, columns: Iterable[str]) -> str | None:
+def type_mapping(kind: str, columns: Iterable[str]) -> str | None:
     """Return the `type` that reads columns of other names, to paste; None where some are not recognised."""
-    found = guess_columns(kind, columns)
-    if not found or len(found) < len(ROLES[kind]):
+    column_of = guess_columns(kind, columns)
+    if not column_of or len(column_of) < len(ROLES[kind]):
         return None
-    return f"type: {{{', '.join(f'field_{role}: {_quoted(name)}' for role, name in found.items())}}}"
+    return f"type: {{{', '.join(f'field_{role}: {_quoted(name)}' for role, name in column_of.items())}}}"
 
 
 def _quoted(name: str) -> str:

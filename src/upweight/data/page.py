@@ -98,17 +98,18 @@ def _use(source: Source) -> str:
 
 
 def _alike(summary: Summary) -> str:
-    found = summary.comparison
+    comparison = summary.comparison
     lines = [
-        f"{found.rows:,} training rows were compared, before any are dropped.",
-        f"{found.same:,} have the same words as an earlier one.",
-        f"{found.near:,} resemble an earlier one by {found.threshold:g} or more, those with the same words among them.",
+        f"{comparison.rows:,} training rows were compared, before any are dropped.",
+        f"{comparison.same:,} have the same words as an earlier one.",
+        f"{comparison.near:,} resemble an earlier one by {comparison.threshold:g} or more, "
+        "those with the same words among them.",
     ]
-    if found.contaminated is not None:
-        lines.append(f"{found.contaminated:,} contain an evaluation row.")
+    if comparison.contaminated is not None:
+        lines.append(f"{comparison.contaminated:,} contain an evaluation row.")
     pairs = (
         f'<div class="example"><div class="said">{_text(first)}</div><div class="said">{_text(second)}</div></div>'
-        for first, second in found.pairs
+        for first, second in comparison.pairs
     )
     return f"<p>{' '.join(lines)}</p>{''.join(pairs)}"
 

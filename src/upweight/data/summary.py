@@ -126,10 +126,10 @@ def _compare(config: Config, prepared: Prepared, sources: list[Source]) -> Compa
                 places.append((job, index))
     threshold = config.data.near_duplicates or ALIKE
     earlier = near_duplicates(np.stack(signatures), threshold) if signatures else np.zeros(0, np.int64)
-    found = np.flatnonzero(earlier >= 0)
-    pairs = [(_row_text(*places[earlier[number]]), _row_text(*places[number])) for number in found[:SHOWN_ALIKE]]
+    alike = np.flatnonzero(earlier >= 0)
+    pairs = [(_row_text(*places[earlier[number]]), _row_text(*places[number])) for number in alike[:SHOWN_ALIKE]]
     same = len(signatures) - len(seen)
-    return Comparison(len(signatures), same, len(found), contaminated if evaluates else None, threshold, pairs)
+    return Comparison(len(signatures), same, len(alike), contaminated if evaluates else None, threshold, pairs)
 
 
 def _row_text(job: EncodeJob, index: int) -> str:

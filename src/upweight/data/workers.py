@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from upweight.config.sections.data import UserFormat
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
-from upweight.data.columns import ROLES, mapping
+from upweight.data.columns import ROLES, type_mapping
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
@@ -268,8 +268,8 @@ def _rename_advice(job: EncodeJob, columns: Sequence[str]) -> str:
     kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
-    if job.encoder.setup.entry.type is None and (found := mapping(kind, columns)) is not None:
-        return f"Add to {job.where}: `{found}`"
+    if job.encoder.setup.entry.type is None and (mapping := type_mapping(kind, columns)) is not None:
+        return f"Add to {job.where}: `{mapping}`"
     fields = ", ".join(f"field_{name}: NAME" for name in ROLES.get(kind, ()))
     options = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
     return f"{' or '.join([*options, '`type: file.function`, a transform'])} reads columns of other names"

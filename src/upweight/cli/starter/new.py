@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upweight.data.columns import ROLES, guess_columns, mapping, misses_columns
+from upweight.data.columns import ROLES, guess_columns, misses_columns, type_mapping
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger
 
@@ -120,11 +120,11 @@ def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
     if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
         plan.entry["type"] = "completion"  # raw text
     elif misses_columns(kind, columns) or (kind == "pairs" and "prompt" not in columns and "prompt" in guessed):
-        found = mapping(kind, columns)
-        if found is None:
+        mapping = type_mapping(kind, columns)
+        if mapping is None:
             problem = f"{plan.method} needs {', '.join(ROLES[kind])}, and not all are recognised among"
             raise UserError(f"{plan.file}: {problem} {', '.join(columns)}. Rename columns (upweight docs formats).")
-        plan.entry |= yaml.safe_load(found)
+        plan.entry |= yaml.safe_load(mapping)
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in guessed.items())}")
 
 

@@ -18,6 +18,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.inference.endpoint.requests import BadRequest, CompletionRequest, read_request
 from upweight.inference.generate import TextGenerator
 from upweight.log import logger
+from upweight.runs.report.live import HEADERS as PAGE_HEADERS
 from upweight.types import Completion
 
 HERE, PORT = "127.0.0.1", 8000  # the port is the default, if it is free
@@ -27,14 +28,8 @@ PAGE = {
     "/chat.js": ("chat.js", "text/javascript"),
     "/chat.css": ("chat.css", "text/css"),
 }
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'",
-}
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+HEADERS = PAGE_HEADERS | {"Content-Security-Policy": POLICY}
 
 
 class EndpointServer(ThreadingHTTPServer):

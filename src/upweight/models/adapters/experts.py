@@ -49,8 +49,8 @@ def of_pattern(model: PreTrainedModel, pattern: str) -> list[str] | str:
 
 def log_frozen_routers(model: PreTrainedModel) -> None:
     """Log that an adapter leaves the routers of a mixture as they are, unless it trains them."""
-    found = [name for name, _ in model.named_modules() if name and is_router(model, name)]
-    names = [name.removesuffix(".base_layer") for name in found]  # of the wrapper that holds the adapter
+    routers = [name for name, _ in model.named_modules() if name and is_router(model, name)]
+    names = [name.removesuffix(".base_layer") for name in routers]  # of the wrapper that holds the adapter
     trained = any(weight.requires_grad for name in names for weight in model.get_submodule(name).parameters())
     if names and not trained:
         logger.info("the routers of %s stay as they are; lora_target_parameters may name their weights", names[0])
