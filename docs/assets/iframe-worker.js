@@ -1,7 +1,8 @@
 // Search in pages that are opened from the disk. The theme searches in a Worker, which browsers refuse to start from
-// file:// addresses. There this class takes its place: it runs the same script in a hidden frame of the page.
+// file:// addresses. There this class takes its place: it runs the same script in a hidden frame of the page. The script
+// looks for the name IFrameWorker to learn that it runs in a frame.
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  window.Worker = window.IFrameWorker = class extends EventTarget {
     constructor(address) {
       super();
       this.waiting = [];

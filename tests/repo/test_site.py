@@ -74,7 +74,8 @@ def test_search_works_from_the_disk(tab, site):
     tab.problems.clear()
     tab.open((site / "index.html").as_uri(), 1280)
     tab.value(
-        "const box = document.querySelector('.md-search__input'); box.focus();"
+        "document.querySelector('[data-md-toggle=search]').click();"
+        "const box = document.querySelector('.md-search__input');"
         "box.value = 'num_generations'; box.dispatchEvent(new Event('keyup', {bubbles: true})); box.value"
     )
     until, results = time.monotonic() + 20, ""
