@@ -65,15 +65,18 @@ def _arguments(config: Any, names: set[str]) -> list[str]:
 def _default(argument: "dataclasses.Field[Any]") -> str:
     if argument.default_factory is not dataclasses.MISSING:
         return repr(argument.default_factory())
-    return "required" if argument.default is dataclasses.MISSING else repr(getattr(argument.default, "value", argument.default))
+    return (
+        "required"
+        if argument.default is dataclasses.MISSING
+        else repr(getattr(argument.default, "value", argument.default))
+    )
 
 
 def _callable(one: Any, name: str) -> list[str]:
     """A signature with short types, without what is accepted and does nothing, and the docstring."""
-    parts = []
-    for parameter in inspect.signature(one).parameters.values():
-        if parameter.annotation is not None and parameter.annotation != "None" and parameter.name not in ("unknown", "self"):
-            parts.append(_short(str(parameter)))
+    parameters = inspect.signature(one).parameters.values()
+    shown = [part for part in parameters if part.name not in ("unknown", "self")]
+    parts = [_short(str(part)) for part in shown if part.annotation not in (None, "None")]
     inside = "".join(f"    {part},\n" for part in parts)
     return ["```python", f"{name}(\n{inside})", "```", "", inspect.getdoc(one) or ""]
 
@@ -85,8 +88,12 @@ def _members(one: Any, names: "list[str] | tuple[str, ...]") -> list[str]:
         if isinstance(member, property):
             lines.append(f"- `{name}`: {_first(member.fget)}")
         else:
-            arguments = [part for part in inspect.signature(member).parameters if part not in ("self", "args", "kwargs")]
-            lines.append(f"- `{name}({', '.join(part for part in arguments if not part.startswith('_'))})`: {_first(member)}")
+            arguments = [
+                part for part in inspect.signature(member).parameters if part not in ("self", "args", "kwargs")
+            ]
+            lines.append(
+                f"- `{name}({', '.join(part for part in arguments if not part.startswith('_'))})`: {_first(member)}"
+            )
     return lines
 
 
@@ -97,7 +104,13 @@ def _is_public(one: Any, name: str) -> bool:
 
 def _for_methods() -> list[str]:
     """What a user's method or sampler takes and returns."""
-    lines = ["## For methods and samplers of your own", "", "### upweight.settings.setting", "", *_callable(setting, "setting")]
+    lines = [
+        "## For methods and samplers of your own",
+        "",
+        "### upweight.settings.setting",
+        "",
+        *_callable(setting, "setting"),
+    ]
     lines += ["", "### upweight.methods.base.Method", "", inspect.getdoc(Method) or "", ""]
     lines += _members(Method, [name for name in vars(Method) if _is_public(Method, name)])
     lines += ["", "### upweight.types.Generator", "", inspect.getdoc(types.Generator) or "", ""]

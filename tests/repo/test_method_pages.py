@@ -28,6 +28,21 @@ def whole_configs(page: str) -> list[str]:
     return [block for block in blocks(page, "yaml") if block.startswith("base_model:")]
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_tiny_models(text: str, folder: Path) -> str:
+    """An example with tiny models in place of those that it names."""
+    for name, layers in ((STUDENT, 2), (TEACHER, 3)):
+        model = write_model(folder / f"layers_{layers}", num_hidden_layers=layers)
+        (model / "chat_template.jinja").write_text(CHATML)
+        text = text.replace(name, str(model))
+    return text
+
+
 EXAMPLES = [(page, number) for page in METHODS for number in range(len(whole_configs(page)))]
 SCRIPTS = [
     (page, number)
@@ -71,9 +86,7 @@ def test_an_example_trains(page, number, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     file = write_example(page, number, tmp_path)
-    models = [write_model(tmp_path / "student"), write_model(tmp_path / "teacher", num_hidden_layers=3)]
-    text = file.read_text().replace(STUDENT, str(models[0])).replace(TEACHER, str(models[1]))
-    file.write_text(text)
+    file.write_text(with_tiny_models(file.read_text(), tmp_path))
     train(load_config(file, ["max_steps=1", "logging_steps=1"]))
     assert "loss" in metrics_of(tmp_path / "out")[0]
 
@@ -82,8 +95,7 @@ def test_an_example_trains(page, number, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "number"), SCRIPTS)
 def test_a_script_trains(page, number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    models = [write_model(tmp_path / "student"), write_model(tmp_path / "teacher", num_hidden_layers=3)]
-    script = blocks(page, "python")[number].replace(STUDENT, str(models[0])).replace(TEACHER, str(models[1]))
+    script = with_tiny_models(blocks(page, "python")[number], tmp_path)
     (tmp_path / "script.py").write_text(script)
     names: dict[str, object] = {"__name__": "script"}
     exec(compile(script, str(tmp_path / "script.py"), "exec"), names)
