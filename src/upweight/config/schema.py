@@ -50,7 +50,7 @@ def markdown() -> str:
         "# Config keys",
         "",
         "This page lists every key of a config, with its type, its default and its meaning. `upweight schema` prints the",
-        "same as a JSON schema, which editors use to complete keys, and `upweight docs --search KEY` finds a key here.",
+        "same as a JSON schema, which editors use to complete keys, and `upweight docs config --search KEY` finds a key here.",
         "",
         "```yaml",
         "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
