@@ -24,7 +24,7 @@ LEFT, WIDTH, TOP, HEIGHT, APART = 44, 270, 20, 230, 330  # of a panel, and from 
 
 
 def first_stage(asked: argparse.Namespace, folder: Path) -> Path:
-    """The model after imitating worked sums."""
+    """The model after imitating answers."""
     subprocess.run([sys.executable, str(EXAMPLE / "problems.py")], cwd=folder, check=True)
     out = folder / "sft"
     place = Path(asked.model).resolve() if Path(asked.model).is_dir() else asked.model

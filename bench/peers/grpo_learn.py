@@ -2,7 +2,8 @@
 
 python bench/peers/grpo_learn.py trl|upweight --model FOLDER --rows FOLDER [--steps N] [--seed N]
 
-Accuracy is that of greedy answers by transformers' `generate`, on either side; its seconds are not counted.
+Accuracy is that of one answer to each held-out problem, drawn at temperature 1 by transformers' `generate` with the
+same seed on either side; its seconds are not counted.
 """
 
 import argparse
@@ -39,8 +40,15 @@ class Held(TrainerCallback):
         batch = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
         was = model.training
         model.eval()
-        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-            ids = model.generate(**batch.to(model.device), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True)
+        device = model.device
+        drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+        ):
+            torch.manual_seed(0)
+            ids = model.generate(**batch.to(device), max_new_tokens=NEW_TOKENS, use_cache=True, **drawing)
         model.train(was)
         answers = self.tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         right = correct([[{"content": text}] for text in answers], self.rows["answer"])
