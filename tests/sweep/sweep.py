@@ -101,8 +101,8 @@ def page(results: dict[tuple[Task, str], Verdict]) -> str:
     lines = [
         "# Models",
         "",
-        f"Whether each model type of transformers {hf.__version__} can be trained and sampled. `make models` measures it with",
-        "tiny random models on a CPU and writes this page; `make test-models` fails if any result is wrong.",
+        f"Whether each model type of transformers {hf.__version__} can be trained and sampled. `make models` measures",
+        "it with tiny random models on a CPU and writes this page; `make test-models` fails if any result is wrong.",
         "",
         "- Training compares log-probs (or scores) and all gradients of a batch with nested branches, duplicates and a",
         "  sequence longer than attention windows with forwards of single sequences by an unchanged model.",

@@ -49,8 +49,9 @@ def markdown() -> str:
     lines = [
         "# Config keys",
         "",
-        "This page lists every key of a config, with its type, its default and its meaning. `upweight schema` prints the",
-        "same as a JSON schema, which editors use to complete keys, and `upweight docs config --search KEY` finds a key here.",
+        "This page lists every key of a config, with its type, its default and its meaning. `upweight schema` prints",
+        "the same as a JSON schema, which editors use to complete keys, and `upweight docs config --search KEY` finds",
+        "a key here.",
         "",
         "```yaml",
         "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -126,7 +127,11 @@ def _table(rows: Any) -> list[str]:
 
 def _peers() -> list[str]:
     lines = ["", "## Keys of other trainers", "", "Configs of Axolotl hold these keys too.", ""]
-    lines += ["### Accepted without effect", "", "What these ask for always happens, or is not needed. The reason comes first."]
+    lines += [
+        "### Accepted without effect",
+        "",
+        "What these ask for always happens, or is not needed. Each line begins with the reason.",
+    ]
     lines += ["", *_by_reason(NO_EFFECT), "", "### Renamed", "", "Both names work.", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
