@@ -29,7 +29,7 @@ def test_other_rows_have_another(rows):
     assert rows_digest(Dataset.from_list(rows)) != rows_digest(Dataset.from_list(ROWS))
 
 
-def test_the_loss_mask_counts_under_the_name_that_digests_in_checkpoints_have():
-    row = {"ids": [1, 2], "prompt_length": 1}
-    old, new = ({**row, name: [False, True]} for name in ("scored", "loss_mask"))
+def test_columns_count_under_the_names_that_digests_in_checkpoints_have():
+    old = {"ids": [1, 2], "prompt_length": 1, "scored": [False, True]}
+    new = {"input_ids": [1, 2], "prompt_length": 1, "loss_mask": [False, True]}
     assert rows_digest(Dataset.from_list([old])) == rows_digest(Dataset.from_list([new]))

@@ -93,15 +93,57 @@ def test_a_trainer_on_rows_takes_evaluation_streams_in_every_form(case, form):
     }
     made = trainer_of(trainer, config, ROWS[rows], forms[form](rows), **settings)
     assert isinstance(made.eval_dataset, dict) == (form != "one")
+    if case == "sft":
+        assert "input_ids" in next(iter(made.eval_dataset if form == "one" else made.eval_dataset["data1"]))
     if form != "one":
         assert set(made.eval_dataset) == {"data1", "data2"}
     held, later = made.evaluate(), trainer_of(trainer, config, ROWS[rows], **settings)
-    metric = "reward" if trainer in ONLINE else "loss"
+    metric = "loss"  # also of a policy gradient, in scripts
     names = [f"eval_{metric}"] if form == "one" else [f"eval_data1_{metric}", f"eval_data2_{metric}"]
     assert set(names) <= set(held)
     given = later.evaluate(forms[form](rows))
     assert [given[name] for name in names] == pytest.approx([held[name] for name in names])
     assert len({round(held[name], 5) for name in names}) == 1
+
+
+@pytest.mark.parametrize("case", ["grpo", "rloo"])
+@pytest.mark.parametrize("form", [stream, lambda name: Dataset.from_list(ROWS[name])])
+def test_online_trainers_keep_the_datasets_that_they_were_given(case, form):
+    trainer, config, rows, settings = CASES[case]
+    train, held_out = form(rows), form(rows)
+    made = trainer_of(trainer, config, train, held_out, **settings)
+    assert made.train_dataset is train
+    assert made.eval_dataset is held_out
+    whole = made.evaluate()
+    assert whole["eval_samples_per_second"] > 0
+    made.eval_dataset = ROWS[rows][:1]  # a script may put others in their place
+    assert made.evaluate()["eval_reward"] == pytest.approx(made.evaluate(ROWS[rows][:1])["eval_reward"])
+
+
+def test_loaders_of_online_trainers_have_the_workers_of_the_arguments_but_for_a_stream():
+    trainer, config, rows, settings = CASES["grpo"]
+    settings = settings | {"dataloader_num_workers": 4}
+    made = trainer_of(trainer, config, ROWS[rows], stream(rows), **settings)
+    assert made.get_train_dataloader().num_workers == made.args.dataloader_num_workers == 4
+    assert made.get_eval_dataloader().num_workers == 0
+    batch = next(iter(made.get_eval_dataloader()))
+    assert [row["prompt"] for row in batch] == [row["prompt"] for row in ROWS[rows][: len(batch)]]
+    streamed = trainer_of(trainer, config, stream(rows), ROWS[rows], **settings)
+    assert streamed.get_train_dataloader().num_workers == streamed.args.dataloader_num_workers == 0
+
+
+@pytest.mark.parametrize("case", ["grpo", "rloo"])
+def test_the_loss_of_an_evaluation_is_that_of_its_completions(case):
+    trainer, config, rows, settings = CASES[case]
+    made = trainer_of(trainer, config, ROWS[rows], ROWS[rows], beta=0.5, scale_rewards=False, **settings)
+    before = made.evaluate()
+    assert before["eval_loss"] == pytest.approx(0.0, abs=1e-5)  # ratios are 1, advantages sum to 0, and the KL is 0
+    made.args.max_steps, made.args.learning_rate = 3, 0.1
+    made.train()
+    after = made.evaluate()
+    assert after["eval_kl"] > 0
+    if case == "grpo":  # where the KL is a term of the loss
+        assert after["eval_loss"] == pytest.approx(0.5 * after["eval_kl"], rel=1e-3)
 
 
 @pytest.mark.parametrize("which", ["train", "eval", "several", "of datasets"])

@@ -153,7 +153,13 @@ def build_rollouts(
         mask_truncated=online_settings.mask_truncated_completions,
         sampler_logps=bool(off_policy or masks_off_policy or online_settings.sampler_correction),
         feature_matching=feature_matching,
+        evaluates_loss=method.evaluates_loss or (objects.from_script and _has_plain_advantages(method)),
     )
+
+
+def _has_plain_advantages(method: Method) -> bool:
+    """Whether any number of completions of a prompt has advantages; a user's function may expect those of training."""
+    return feature_matcher(method) is None and method.advantage_function is None
 
 
 def _log_what_to_watch(method: Method, section: RolloutSection, forwarded_for: Sequence[str]) -> None:
