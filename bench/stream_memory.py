@@ -145,19 +145,22 @@ def losses(metrics: Path) -> dict[int, float]:
 
 
 def killed_and_resumed(config: Path, metrics: Path, steps: int) -> dict[str, Any]:
-    """Kill a run after half of its steps and resume it; return whether its losses are those of the whole run."""
-    whole = losses(metrics)
+    """Kill a run at two places and resume it each time; return whether its losses are those of the whole run."""
+    whole, killed_at, mode = losses(metrics), list[int](), "train"
     shutil.rmtree(metrics.parent)
-    process = started(config, "train")
-    while process.poll() is None and max(losses(metrics), default=0) < steps // 2:
-        time.sleep(SECONDS_BETWEEN / 4)
-    process.kill()
-    process.communicate()
-    reached, resumed = max(losses(metrics)), started(config, "resume")
+    for place in (steps // 3, steps * 3 // 4):
+        process = started(config, mode)
+        while process.poll() is None and max(losses(metrics), default=0) < place:
+            time.sleep(SECONDS_BETWEEN / 4)
+        process.kill()
+        process.communicate()
+        killed_at.append(max(losses(metrics)))
+        mode = "resume"
+    resumed = started(config, mode)
     resumed.communicate()
     if resumed.returncode:
         raise SystemExit(f"the resumed run failed with {resumed.returncode}")
-    return {"killed_at_step": reached, "same_losses": losses(metrics) == whole, "last_loss": whole[steps]}
+    return {"killed_at_steps": killed_at, "same_losses": losses(metrics) == whole, "last_loss": whole[steps]}
 
 
 def measured(config: Path, mode: str, metrics: Path, minutes: float) -> dict[str, Any]:
