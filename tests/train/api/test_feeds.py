@@ -184,9 +184,9 @@ def test_training_data_that_are_missing_or_not_split(case):
     with pytest.raises(UserError, match="`train_dataset` is required: a Dataset"):
         trainer_of(trainer, config, None, **settings)
     splits = {"train": Dataset.from_list(ROWS[rows]), "test": Dataset.from_list(ROWS[rows])}
-    with pytest.raises(UserError, match=r"train_dataset: DatasetDict holds splits. Pass one, as `dataset\['train'\]`"):
+    with pytest.raises(UserError, match=r"and a DatasetDict holds splits. Pass one, as `dataset\['train'\]`"):
         trainer_of(trainer, config, DatasetDict(splits), **settings)
-    with pytest.raises(UserError, match="train_dataset: IterableDatasetDict holds splits"):
+    with pytest.raises(TypeError, match="`train_dataset` must be a `Dataset` or `IterableDataset`"):
         trainer_of(trainer, config, IterableDatasetDict({"train": stream(rows)}), **settings)
 
 
