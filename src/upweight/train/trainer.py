@@ -93,35 +93,34 @@ class MethodTrainer(Trainer):
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
         options = (
-            policy.token_budget,
-            policy.reference,
-            policy.dtype,
-            temperature,
-            skips_zero_advantage,
-            policy.teachers,
+            policy.token_budget, policy.reference, policy.dtype, temperature, skips_zero_advantage, policy.teachers,
             policy.router_coefficient,
-        )
+        )  # fmt: skip
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
         self.router_aux_loss_coef = policy.router_coefficient  # read by scripts, as the next
         self.aux_loss_enabled = policy.router_coefficient > 0
         self.runner.sources = self.feed.names if self.feed is not None else ()
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self
-        self.precompute = policy.precompute
-        if self.precompute is not None:
-            self.train_dataset = with_reference(self.train_dataset, policy.model, self.runner, self.precompute)
-            if parts.encode is not None:  # the folder caches the training rows only
-                self.precompute = replace(self.precompute, folder=None)
-            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
-        self.train_rows, self.eval_rows = self.train_dataset, self.eval_dataset  # which are prepared
-        if rollouts is not None and parts.objects.from_script:  # scripts see the prompts that they passed
-            self.train_dataset, self.eval_dataset = parts.objects.train_dataset, parts.objects.eval_dataset
-        self.given_eval = self.eval_dataset
+        self._set_rows(parts)
         if hasattr(policy.model, "add_model_tags"):
             policy.model.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds spent waiting for rollouts until the last log
         self.metrics_of_callbacks: list[Callable[[Any, Mapping[str, float]], Mapping[str, float]]] = []
+
+    def _set_rows(self, parts: TrainerParts) -> None:
+        """Set the prepared rows, with the reference's log-probs where asked, and the datasets that scripts see."""
+        self.precompute = parts.policy.precompute
+        if self.precompute is not None:
+            self.train_dataset = with_reference(self.train_dataset, parts.policy.model, self.runner, self.precompute)
+            if parts.encode is not None:  # the folder caches the training rows only
+                self.precompute = replace(self.precompute, folder=None)
+            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
+        self.train_rows, self.eval_rows = self.train_dataset, self.eval_dataset
+        if self.rollouts is not None and parts.objects.from_script:  # prompts as they were given
+            self.train_dataset, self.eval_dataset = parts.objects.train_dataset, parts.objects.eval_dataset
+        self.given_eval = self.eval_dataset
 
     @property
     def ref_model(self) -> nn.Module | None:
