@@ -1,6 +1,7 @@
 """What the documents say exists: keys, commands, files."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from upweight.cli.app import app
 from upweight.config import load_config
 from upweight.config.config import blocks, general_keys, method_keys
 from upweight.config.peers import OTHER_NAMES, REASONS, RENAMED, SATISFIED
+from upweight.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -55,6 +57,19 @@ def shown(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture
+def only_our_methods():
+    """Forget the module `mine`, and the methods that a config registered."""
+    known = set(METHODS)
+    yield
+    sys.modules.pop("mine", None)
+    for name in set(METHODS) - known:
+        del METHODS[name]
+    method_keys.cache_clear()
+    blocks.cache_clear()
+
+
+@pytest.mark.usefixtures("only_our_methods")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_configs_in_the_docs_are_right(page, tmp_path):
     """Each is a config, or a part of one; code that it names as `mine` is the page's, the first of a name."""
