@@ -9,7 +9,7 @@ import torch
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
-from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE
+from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE, LOW_RANK
 from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
@@ -47,6 +47,8 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
     if trains and module is not None and not _installed(module):
         yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
+    elif trains and config.optim.optimizer in LOW_RANK and not _installed("bitsandbytes"):  # also those without 8 bits
+        yield f"optimizer: {package} is installed, and imports one that is not: pip install bitsandbytes."
     for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
