@@ -82,8 +82,8 @@ def _converter() -> tuple[str, ...]:
         script = Path(folder).expanduser() / CONVERTER
         if not script.is_file():
             raise UserError(
-                f"{PLACE}: {folder} holds no {CONVERTER}; name a checkout of llama.cpp, or get one (tested with that of "
-                f"{TESTED}):\n  {GET_CONVERTER}"
+                f"{PLACE}: {folder} holds no {CONVERTER}; name a checkout of llama.cpp, or get one "
+                f"(tested with that of {TESTED}):\n  {GET_CONVERTER}"
             )
         _require_packages(script)
         return _python(), str(script)

@@ -106,7 +106,7 @@ def _write_ollama(trained: Trained, folder: Path, kind: str, tools: Tools) -> No
 def _name_missing(program: str) -> None:
     """Name the command that gets the program of the printed lines, where it is not on this machine."""
     if shutil.which(program) is None:
-        logger.info("%s is not on the path of this machine, which the next lines need; get it: %s", program, GET[program])
+        logger.info("%s, which the lines below need, is not on the path here; get it: %s", program, GET[program])
 
 
 def _to_hub(trained: Trained, wanted: Export) -> list[str]:
