@@ -27,7 +27,8 @@ def main(version: str) -> None:
     if problems := wheel_problems(wheel, version):
         sys.exit("\n".join(problems))
     print(f"{wheel} is whole. To publish it:")
-    print(f'  git commit -am "Release {version}" && git tag v{version} && git push --follow-tags')
+    tag = f'git tag -a v{version} -m "Release {version}"'  # annotated: --follow-tags pushes no others
+    print(f'  git commit -am "Release {version}" && {tag} && git push --follow-tags')
     print(f"  python -m pip install twine && python -m twine upload dist/upweight-{version}*")
 
 
