@@ -295,6 +295,7 @@ class Sampling:
     first: int = 0  # index of the first prompt, where several processes divide the prompts of one seed
     seeds: tuple[int, ...] | None = None  # one seed for each completion, ordered by prompt; replaces `seed` and `first`
     images: tuple[tuple[ImageRef, ...], ...] = ()  # of each prompt; empty: no prompt has any
+    suppress_ids: tuple[int, ...] = ()  # tokens that are never drawn: those that stand for images
 
 
 class Generator(Protocol):

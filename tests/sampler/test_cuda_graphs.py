@@ -37,7 +37,7 @@ def drawn_tokens(slots: Slots, prefill, step, lengths: tuple[int, int]) -> list[
     slots.column_1.zero_()
     with torch.no_grad(), dropout_off(slots.forward.base):
         prefill([Prefix(one[:-1], 0, pages) for one, pages in zip(ids, ([1, 2], [3, 4]), strict=True)])
-        state = np.array([[one[-1], len(one) - 1, 0, 4] for one in ids]).T
+        state = np.array([[one[-1], len(one) - 1, 0, 4, 0] for one in ids]).T
         slots.place([0, 1], state, torch.full((2, 4), 0.37, dtype=torch.float64))
         for _ in range(4):
             step()

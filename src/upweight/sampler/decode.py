@@ -6,7 +6,7 @@ member`; all completions of a grid have the same number of tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.packing import fold
 from upweight.sampler.attention import Caches, CallAttention, cascade_attention
-from upweight.sampler.draw import draw
+from upweight.sampler.draw import draw, only_draws
 from upweight.sampler.forward import BufferPool, CachedForward
+from upweight.sampler.image_prompts import text_ids
 from upweight.types import Prompts, Sampling
 
 
@@ -47,7 +48,7 @@ class Decoder:
     def open(self, grid: Grid, sampling: Sampling) -> None:
         """Allocate a grid in the buffers."""
         self.grid, self.anchor_GM1 = grid, None
-        self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, first=0)
+        self.sampling = only_draws(sampling)
         view, slots = self.arena.view, grid.groups * grid.members
         self.caches = []
         for number, layer in enumerate(self.forward.layers):
@@ -59,6 +60,7 @@ class Decoder:
             kept = [view((number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
             self.caches.append((kept[0], kept[1], kept[2], kept[3]))
         self.length_G1 = view("length", (grid.groups, 1), torch.long)
+        self.shift_G1 = view("shift", (grid.groups, 1), torch.long)
         self.step_1 = view("step", (1,), torch.long)
         self.token_B1 = view("token", (slots, 1), torch.long)
         self.uniform_BN = view("uniform", (slots, grid.completion_length), torch.float64)
@@ -80,13 +82,16 @@ class Decoder:
         # There may be fewer prompts than groups; the samples of the remaining groups are ignored.
         self.length_G1.fill_(1)
         self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
+        self.shift_G1.zero_()
+        if self.forward.shifts:
+            self.shift_G1[: len(prompts), 0] = torch.tensor([self.forward.images.shift(prompt) for prompt in prompts])
         self.uniform_BN.zero_()
         self.uniform_BN[: len(uniform_BN), : uniform_BN.shape[1]] = uniform_BN
         self.step_1.fill_(-1)
         if self.seen_BV is not None:
             seen = self.seen_BV.zero_().view(self.grid.groups, self.grid.members, -1)
             for group, ids in enumerate(prompts):
-                seen[group, :, torch.as_tensor(ids, device=self.device)] = True
+                seen[group, :, torch.as_tensor(text_ids(ids), device=self.device)] = True
 
     def prefill(self, prompts: Prompts, prefill_tokens: int) -> None:
         """Forward the prompts, in chunks of at most `prefill_tokens` tokens, and draw the first tokens."""
@@ -124,7 +129,8 @@ class Decoder:
         )
         at = np.concatenate([path[columns] for path, columns in zip(forest.paths, positions, strict=True)])
         context = self._prefilling(end_N, position_N, slice(start, start + len(prompts)), index_GP)
-        return self.forward.logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device))
+        images = self.forward.images.inputs(prompts, forest, np.arange(len(forest.ids_N)), self.device)
+        return self.forward.logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device), images)
 
     def _prefilling(self, end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> CallAttention:
         """Return attention over packed prompts, which also stores their keys and values in the grid."""
@@ -155,7 +161,7 @@ class Decoder:
             return cascade_attention(query, kept, bias[params.rule], params)
 
         before_GM1 = self._tokens_before().expand(-1, self.grid.members, -1)
-        position_B1 = (before_GM1 + self.step_1).reshape(-1, 1)
+        position_B1 = (before_GM1 + self.shift_G1[:, None] + self.step_1).reshape(-1, 1)
         self._draw_tokens(self.forward.logits(self.token_B1, position_B1, attend, None))
 
     def _draw_tokens(self, logits_BV: Tensor) -> None:
@@ -191,13 +197,14 @@ class Decoder:
     def keep(self, groups: Tensor, slots: Tensor) -> None:
         """Shrink the grid to some groups and slots, in the new order."""
         old = self.grid
-        caches, length, token = self.caches, self.length_G1, self.token_B1
+        caches, length, token, shift = self.caches, self.length_G1, self.token_B1, self.shift_G1
         uniform, seen = self.uniform_BN, self.seen_BV
         self.open(Grid(len(groups), len(slots) // len(groups), old.prompt_length, old.completion_length), self.sampling)
         for old_parts, new_parts in zip(caches, self.caches, strict=True):
             for part, index in enumerate((groups, groups, slots, slots)):
                 new_parts[part].copy_(old_parts[part].index_select(0, index))
         self.length_G1.copy_(length[groups])
+        self.shift_G1.copy_(shift[groups])
         self.token_B1.copy_(token[slots])
         self.uniform_BN.copy_(uniform[slots])
         if seen is not None and self.seen_BV is not None:

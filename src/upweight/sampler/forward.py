@@ -13,9 +13,14 @@ from transformers import PreTrainedModel
 
 from upweight.engine.attention.interface import tree_masks, use_tree_attention
 from upweight.engine.attention.rules import AttentionParams
+from upweight.engine.image_rows import image_rows
 from upweight.engine.logits import LogitTransform
+from upweight.errors import UserError
 from upweight.models.modules import backbone_of
+from upweight.models.processor import ImageReader
+from upweight.models.vision import vision_family
 from upweight.sampler.attention import CallAttention, attention_op
+from upweight.sampler.image_prompts import ImagePrompts
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,11 @@ class _Shapes:
 class CachedForward:
     """A model whose attention is computed by the sampler."""
 
-    def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, base: PreTrainedModel, device: torch.device, reader: ImageReader | None = None) -> None:
         self.base, self.device = base, device
+        self.images = ImagePrompts(reader)
+        family = vision_family(base.config)
+        self.shifts = reader is not None and family is not None and family.has_grid  # positions after images
         # By attention call: some models attend with one module more than once in a forward.
         self._layers: list[LayerShape] = []
 
@@ -91,11 +99,29 @@ class CachedForward:
         """Return the bytes that one token takes in the caches of all layers."""
         return sum(layer.heads * (layer.key_width + layer.value_width) * layer.dtype.itemsize for layer in self.layers)
 
-    def logits(self, ids_BN: Tensor, position_BN: Tensor, calls: CallAttention | _Shapes, at: Tensor | None) -> Tensor:
-        """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform."""
-        inputs: dict[str, Any] = {"input_ids": ids_BN, "position_ids": position_BN, "use_cache": False}
+    def logits(
+        self,
+        ids_BN: Tensor,
+        position_BN: Tensor,
+        calls: CallAttention | _Shapes,
+        at: Tensor | None,
+        images: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform.
+
+        `images`: of `ImagePrompts.inputs`, if any of the tokens stand for or after images.
+        """
+        inputs: dict[str, Any] = {"position_ids": position_BN, "use_cache": False}
         inputs["attention_mask"] = torch.ones_like(ids_BN)
-        params = self.base.__dict__["_logit_transform"]
+        params, body = self.base.__dict__["_logit_transform"], backbone_of(self.base)
+        if images is None:
+            inputs["input_ids"] = ids_BN
+        elif params is None:
+            name = type(self.base).__name__
+            raise UserError(f"{name}: the head is more than a projection, and nothing is sampled after images")
+        else:
+            rows = image_rows(self.base, images, ids_BN)
+            inputs, body = inputs | rows.inputs, rows.call
         attention = nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN)
         with attention as tree, tree_masks(tree):
             if params is None:
@@ -104,7 +130,7 @@ class CachedForward:
                 kept = {"logits_to_keep": at} if can_select and at is not None else {}
                 logits = stock(**inputs, **kept).logits.flatten(0, 1)
                 return logits if can_select or at is None else logits[at]
-            hidden = backbone_of(self.base)(**inputs)[0].flatten(0, 1)
+            hidden = body(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
         projected = head(hidden if at is None else hidden[at])
         return projected if params == LogitTransform() else params(projected.float())

@@ -96,11 +96,6 @@ def _logps_after(  # noqa: PLR0917
     return logps_T.view(len(ids_BN), -1).float().cpu()
 
 
-def placeholder_ids(sampling: Sampling) -> set[int]:
-    """Return the tokens that stand for images, which are never sampled: no features would belong to them."""
-    return {image.token_id for images in sampling.images for image in images}
-
-
 def generation_config(sampling: Sampling, ends: Any, padding: Any = 0) -> GenerationConfig:
     """Return the settings of `generate`; each is set, because unset ones would be read from the model's config."""
     greedy = sampling.temperature == 0
@@ -114,7 +109,7 @@ def generation_config(sampling: Sampling, ends: Any, padding: Any = 0) -> Genera
         eos_token_id=ends,
         pad_token_id=padding,
         disable_compile=True,
-        suppress_tokens=sorted(placeholder_ids(sampling)) or None,
+        suppress_tokens=list(sampling.suppress_ids) or None,
         **shape,
     )
 

@@ -69,8 +69,9 @@ class InProcess:
         self._cache_bytes = cache_bytes
         self._version, self.compile = 0, compile
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
-        self._checked = False
-        forward = CachedForward(self._base, self._device)
+        self._checked: set[bool] = set()  # without images, with images
+        forward = CachedForward(self._base, self._device, self._engine.images)
+        self._image_prompts = forward.images
         self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
         if self._device.type == "cuda":
             self._sampler = SlotSampler(GraphSteps(Slots(forward), compile), prefill_tokens)
@@ -86,6 +87,7 @@ class InProcess:
         if not prompts:
             return []
         self.check_sampling(prompts, sampling)
+        sampling = self._suppressing(sampling)
         seed = sampling.seeds[0] if sampling.seeds else sampling.seed
         sampling = replace(sampling, seed=int(torch.randint(1 << 62, ())) if seed is None else seed)
         stops = StopStrings(self._tokenizer, sampling.stop_strings)
@@ -100,14 +102,14 @@ class InProcess:
 
         `gather` returns the results of all ranks on every rank, where all ranks call this method.
         """
-        if sampling.images and self._strategy == Strategy.SHARED_PREFIX:
-            self._checked = False  # earlier prompts had no images
-        if self._checked or not prompts:
+        has_images = any(sampling.images)
+        if has_images in self._checked or not prompts:
             return
+        sampling = self._suppressing(sampling)
         name = type(self._base).__name__
         strategies = list(Strategy)[list(Strategy).index(self._strategy) :]
-        if sampling.images:  # the sampler that shares prompts reads tokens alone, and no image can be read twice
-            strategies = [Strategy.GENERATE]
+        if has_images:  # without a cache `generate` would have to read images once for each token
+            strategies = [one for one in strategies if one != Strategy.GENERATE_UNCACHED] or [Strategy.GENERATE]
         trial = TrialPrompts.of(prompts, sampling, self._max_positions())
         failures: list[str] = []
         for strategy in strategies:
@@ -127,7 +129,8 @@ class InProcess:
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
                 "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
-        self._strategy, self._checked = strategy, True
+        self._strategy = strategy
+        self._checked.add(has_images)
         if failures:
             warn_once(f"{name}: {'; '.join(failures)}. Completions are sampled by {strategy}, which is slower")
         elif strategy != Strategy.SHARED_PREFIX:
@@ -155,13 +158,25 @@ class InProcess:
         sampling: Sampling,
     ) -> Completions:
         """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
-        if strategy == Strategy.SHARED_PREFIX:
+        if strategy == Strategy.SHARED_PREFIX and not self._ends_in_image(prompts, sampling):
             uniform_SN = _uniform_numbers(len(prompts), rows.count, sampling)
+            prompts = self._image_prompts.keys(prompts, sampling.images)
             self._sampler.sample(prompts, sampling, uniform_SN, rows, self._kv_memory())
         else:
-            options: dict[str, Any] = {"cached": strategy == Strategy.GENERATE, "reader": self._engine.images}
+            cached = strategy != Strategy.GENERATE_UNCACHED
+            options: dict[str, Any] = {"cached": cached, "reader": self._engine.images}
             hf_generate(self._model, engine, prompts, rows, sampling, **options)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
+
+    def _suppressing(self, sampling: Sampling) -> Sampling:
+        """Return a sampling that never draws the token which stands for images: no features would belong to it."""
+        reader = self._engine.images
+        return sampling if reader is None else replace(sampling, suppress_ids=(reader.token_id,))
+
+    def _ends_in_image(self, prompts: Prompts, sampling: Sampling) -> bool:
+        """Return whether a prompt's last token, which the shared sampler feeds by its id, stands for an image."""
+        each = zip(prompts, sampling.images, strict=True) if sampling.images else ()
+        return any(prompt[-1] == refs[0].token_id for prompt, refs in each if refs)
 
     def sync(self, version: int) -> None:
         """Set the policy version of the following completions; the weights are shared and need no sync."""

@@ -256,12 +256,13 @@ class _Call:
             drawn = len(ids) - len(self.prompts[row // self.rows.count])
             self.sequences[slot] = _Sequence(row, one.whole, pages, num_shared, len(ids) - 1, drawn)
             self.table_BT[slot, : len(pages)] = pages
-            placed.append((slot, [ids[-1], len(ids) - 1, drawn, self.limit]))
+            shift = self.slots.forward.images.shift(ids) if self.slots.forward.shifts else 0
+            placed.append((slot, [ids[-1], len(ids) - 1, drawn, self.limit, shift]))
         if placed:
             self.slots.copy_pages(copied)
             index = [slot for slot, _ in placed]
-            state_4M = np.array([state for _, state in placed]).T
-            self.slots.place(index, state_4M, self.uniform_SN[[row for row, _ in chosen]])
+            state_5M = np.array([state for _, state in placed]).T
+            self.slots.place(index, state_5M, self.uniform_SN[[row for row, _ in chosen]])
             self.slots.mark_seen(index, [ids for _, ids in chosen])
 
     def _shrink(self) -> None:

@@ -6,7 +6,7 @@ all its tokens drawn, repeats its last step, so a step has the same kernels for 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,8 +20,9 @@ from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.packing import fold
 from upweight.sampler.attention import CallAttention, Rotation, paged_attention
-from upweight.sampler.draw import draw
+from upweight.sampler.draw import draw, only_draws
 from upweight.sampler.forward import BufferPool, CachedForward
+from upweight.sampler.image_prompts import text_ids
 from upweight.sampler.pages import PAGE
 from upweight.types import Sampling
 
@@ -71,9 +72,7 @@ class Slots:
         old, view = self.sizes, self.arena.view
         sizes = SlotSizes(*(max(pair) for pair in zip(vars(old).values(), vars(sizes).values(), strict=True)))
         self.sizes = sizes
-        self.sampling = replace(
-            sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, seeds=None, first=0
-        )
+        self.sampling = only_draws(sampling)
         self.pools = [
             tuple(
                 view((number, width_of), (sizes.pages, layer.heads, PAGE, getattr(layer, width_of)), layer.dtype)
@@ -84,6 +83,7 @@ class Slots:
         self.table_BT = view("table", (sizes.slots, sizes.table), torch.int32)
         self.token_B = view("token", (sizes.slots,), torch.long)
         self.length_B = view("length", (sizes.slots,), torch.long)
+        self.shift_B = view("shift", (sizes.slots,), torch.long)  # of positions after images
         self.drawn_B = view("drawn", (sizes.slots,), torch.long)
         self.limit_B = view("limit", (sizes.slots,), torch.long)
         self.uniform_BN = view("uniform", (sizes.slots, sizes.new_tokens), torch.float64)
@@ -111,10 +111,11 @@ class Slots:
         tensor = torch.from_numpy(values)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def place(self, slots: Sequence[int], state_4M: NDArray[np.int64], uniform_MN: Tensor) -> None:
-        """Fill slots: newest token, its position, tokens drawn, tokens to draw in all; the numbers that draw them."""
-        index_M, *values = self.upload(np.concatenate([[slots], state_4M]))
-        for target, value_M in zip((self.token_B, self.length_B, self.drawn_B, self.limit_B), values, strict=True):
+    def place(self, slots: Sequence[int], state_5M: NDArray[np.int64], uniform_MN: Tensor) -> None:
+        """Fill slots: newest token, its place, tokens drawn, tokens to draw in all, shift; the numbers that draw."""
+        index_M, *values = self.upload(np.concatenate([[slots], state_5M]))
+        states = self.token_B, self.length_B, self.drawn_B, self.limit_B, self.shift_B
+        for target, value_M in zip(states, values, strict=True):
             target.index_copy_(0, index_M, value_M)
         self.uniform_BN[:, : uniform_MN.shape[1]].index_copy_(0, index_M, self.upload(uniform_MN.numpy()))
 
@@ -123,7 +124,7 @@ class Slots:
         if self.seen_BV is not None:
             for slot, seen in zip(slots, ids, strict=True):
                 self.seen_BV[slot] = False
-                self.seen_BV[slot, self.upload(np.asarray(seen))] = True
+                self.seen_BV[slot, self.upload(np.asarray(text_ids(seen)))] = True
 
     def stop(self, slots: Sequence[int]) -> None:
         """Let slots repeat their last step until something is placed in them."""
@@ -137,7 +138,8 @@ class Slots:
     def reorder(self, slots: Sequence[int]) -> None:
         """Move some slots to the beginning, in this order; keys and values stay where they are."""
         index_M = self.upload(np.asarray(slots))
-        for state in (self.table_BT, self.token_B, self.length_B, self.drawn_B, self.limit_B, self.uniform_BN):
+        places = self.table_BT, self.length_B, self.shift_B
+        for state in (*places, self.token_B, self.drawn_B, self.limit_B, self.uniform_BN):
             state[: len(slots)] = state[index_M]
         if self.seen_BV is not None:
             self.seen_BV[: len(slots)] = self.seen_BV[index_M]
@@ -168,7 +170,9 @@ class Slots:
         host = [forest.ids_N[new], forest.position_N[new], new, np.flatnonzero(cached_N), places_N[cached_N]]
         ids_M, position_M, *indices = map(self.upload, [*host, np.concatenate(source), np.concatenate(target)])
         attend = _Prefilling(self.pools, *map(torch.from_numpy, (forest.end_N, forest.position_N)), *indices)
-        self.forward.logits(ids_M[None], position_M[None], attend, torch.zeros(0, dtype=torch.long, device=self.device))
+        images = self.forward.images.inputs(arrays, forest, new, self.device)
+        at = torch.zeros(0, dtype=torch.long, device=self.device)
+        self.forward.logits(ids_M[None], position_M[None], attend, at, images)
 
     def forward_nothing(self, rows: int) -> None:
         """Forward so many tokens as a prompt without attention, so that what is launched for it is compiled."""
@@ -185,9 +189,10 @@ class Slots:
         table_BT, length_B = self.table_BT[:size], self.length_B[:size]
         kernels = paged_step is not None and length_B.is_cuda
         attend: CallAttention = (_KernelStep if kernels else _PlainStep)(self.pools, table_BT, length_B)
-        logits_BV = self.forward.logits(self.token_B[:size, None], length_B[:, None], attend, None)
+        position_B = length_B + self.shift_B[:size] if self.forward.shifts else length_B
+        logits_BV = self.forward.logits(self.token_B[:size, None], position_B[:, None], attend, None)
         sampling = self.sampling
-        truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or bool(sampling.suppress_ids)
         if draw_step is None or DrawState is None or not kernels or truncates or self.seen_BV is not None:
             self._draw_tokens(logits_BV)
             return
