@@ -1,7 +1,9 @@
 """Tiny vision-language models and their processors, built in code; they need Pillow alone."""
 
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import is_torchvision_available
 
 SPECIAL = [
     "<pad>",
@@ -29,7 +32,19 @@ TEXT = {
     "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 2048, "tie_word_embeddings": False,
     "pad_token_id": 256, "eos_token_id": 257, "bos_token_id": 258,
 }  # fmt: skip
-KINDS = ("llava", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
+KINDS = (
+    "llava",
+    "llava_next",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "gemma3",
+    "internvl",
+)
+PINPOINTS = [[32, 64], [64, 32], [64, 64]]  # sizes that images of LLaVA-NeXT are cut from
 TEMPLATE = (
     "{% for m in messages %}<{{ 'bot' if m['role'] == 'assistant' else 'user' }}>"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
@@ -68,6 +83,23 @@ def without_video(kind: type) -> type:
     return type(kind.__name__, (kind,), taken)
 
 
+@cache
+def pixtral_processor() -> type:
+    """The class, whose file imports torchvision for another one; an installed torchvision is taken."""
+    if is_torchvision_available():
+        return hf.PixtralProcessor
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+    vars(sys.modules[names[-1]])["functional"] = None
+    try:
+        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+    finally:
+        for name in names:
+            del sys.modules[name]
+    return PixtralProcessor
+
+
 def processor(kind: str):
     """The processor of a kind, with images of a few tokens."""
     words = tokenizer(kind)
@@ -77,6 +109,15 @@ def processor(kind: str):
         images = hf.CLIPImageProcessorPil(size=size, crop_size=size)
         options = {"patch_size": 8, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
         return hf.LlavaProcessor(images, **options, **words_and)
+    if kind == "llava_next":
+        size, crop = {"shortest_edge": 32}, {"height": 32, "width": 32}
+        images = hf.LlavaNextImageProcessorPil(size=size, crop_size=crop, image_grid_pinpoints=PINPOINTS)
+        options = {"patch_size": 8, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+        return hf.LlavaNextProcessor(images, **options, **words_and)
+    if kind == "mistral3":
+        images = hf.PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16})
+        tokens = {"image_token": "<image>", "image_break_token": "<fake>", "image_end_token": "<eoi>"}
+        return pixtral_processor()(images, patch_size=8, spatial_merge_size=2, **tokens, **words_and)
     if kind in ("idefics3", "smolvlm"):
         images = hf.Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
         words.add_special_tokens({"extra_special_tokens": ["<fake_token_around_image>", "<end_of_utterance>"]})
@@ -104,6 +145,14 @@ def config(kind: str):
     if kind == "llava":
         tower = {**small, "model_type": "clip_vision_model", "projection_dim": 32}
         return hf.LlavaConfig(vision_config=tower, text_config=llama, image_token_index=259, vision_feature_layer=-1)
+    if kind == "llava_next":
+        tower = {**small, "model_type": "clip_vision_model", "projection_dim": 32}
+        options = {"image_token_index": 259, "vision_feature_layer": -1, "image_grid_pinpoints": PINPOINTS}
+        return hf.LlavaNextConfig(vision_config=tower, text_config=llama, **options)
+    if kind == "mistral3":
+        tower = {**vision, "model_type": "pixtral", "image_size": 64, "patch_size": 8, "head_dim": 8}
+        options = {"image_token_index": 259, "vision_feature_layer": -1, "spatial_merge_size": 2}
+        return hf.Mistral3Config(vision_config=tower, text_config=llama, **options)
     if kind in ("idefics3", "smolvlm"):
         classes = {"idefics3": hf.Idefics3Config, "smolvlm": hf.SmolVLMConfig}
         return classes[kind](vision_config=small, text_config=llama, scale_factor=2, pad_token_id=256, **image)

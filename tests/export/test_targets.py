@@ -150,7 +150,7 @@ def test_a_missing_program_of_the_printed_lines_is_named(trained, tools, tmp_pat
     caplog.set_level("INFO")
     monkeypatch.setenv("PATH", str(tmp_path))
     run_export(trained, Export("ollama"))
-    assert "ollama is not on the path" in caplog.text
+    assert "ollama, which the lines below need, is not on the path" in caplog.text
     assert "https://ollama.com/install.sh" in caplog.text
     run_export(trained, Export("vllm"))
     assert "pip install vllm" in caplog.text

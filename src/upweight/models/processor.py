@@ -198,6 +198,8 @@ def _load_processor(section: ModelSection, folder: Path | None) -> Any:
 
 
 def save_processor(tokenizer: Any, folder: str) -> None:
-    """Save a tokenizer, with its processor if it has one."""
+    """Save a tokenizer, if there is one, with its processor if it has one."""
     reader = image_reader(tokenizer)
-    (tokenizer if reader is None else reader.processor).save_pretrained(folder)
+    saved = tokenizer if reader is None else reader.processor
+    if saved is not None:
+        saved.save_pretrained(folder)

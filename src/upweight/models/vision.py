@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -24,9 +25,12 @@ class VisionFamily:
 
 
 _TILES = VisionFamily(("pixel_values", "pixel_attention_mask"), images_axis=1)
+_SIZED = VisionFamily(("pixel_values", "image_sizes"))  # images are padded to one size, or number of tiles
 _GRID = VisionFamily(("pixel_values", "image_grid_thw"), token_types="mm_token_type_ids", has_grid=True)
 FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily(),
+    "llava_next": _SIZED,
+    "mistral3": _SIZED,
     "internvl": VisionFamily(),
     "idefics3": _TILES,
     "smolvlm": _TILES,
@@ -35,7 +39,6 @@ FAMILIES: dict[str, VisionFamily] = {
     "qwen3_vl": _GRID,
     "gemma3": VisionFamily(token_types="token_type_ids", sees_whole_image=True),
 }
-_TOWERS_WITHOUT = {"pixtral"}  # towers whose images have to be padded to one size
 Inputs = dict[str, Tensor]  # of a vision tower, as a processor returns them
 
 
@@ -51,14 +54,15 @@ def vision_family(config: PreTrainedConfig) -> VisionFamily | None:
     """Return the family of a model that reads images; None for a text model."""
     if getattr(config, "vision_config", None) is None:
         return None
+    if config.model_type == "llava" and config.vision_config.model_type == "pixtral":
+        return _SIZED
     return FAMILIES.get(config.model_type)
 
 
 def require_family(config: PreTrainedConfig, source: str) -> None:
     """Raise for a model that reads more than text in a way that is not known."""
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
-    tower = getattr(getattr(config, "vision_config", None), "model_type", None)
-    if not modalities or (modalities == ["vision"] and config.model_type in FAMILIES and tower not in _TOWERS_WITHOUT):
+    if not modalities or (modalities == ["vision"] and config.model_type in FAMILIES):
         return
     raise UserError(
         f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model of a kind that is not "
@@ -68,7 +72,17 @@ def require_family(config: PreTrainedConfig, source: str) -> None:
 
 def joined_inputs(family: VisionFamily, images: Sequence[Inputs]) -> Inputs:
     """Return the vision tower's inputs of several images from those of each."""
-    return {name: torch.cat([image[name] for image in images], family.images_axis) for name in family.inputs}
+    return {name: _joined([image[name] for image in images], family.images_axis) for name in family.inputs}
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Join tensors along an axis; along the others, smaller ones are filled with zeros, as a processor does."""
+    largest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    filled = []
+    for part in parts:
+        missing = [0 if at == axis else most - part.shape[at] for at, most in enumerate(largest)]
+        filled.append(F.pad(part, [side for more in reversed(missing) for side in (0, more)]) if any(missing) else part)
+    return torch.cat(filled, axis)
 
 
 def image_features(base: PreTrainedModel, inputs: Inputs) -> ImageFeatures:

@@ -25,7 +25,7 @@ from upweight.models.export import save_model
 from upweight.models.memory import LESS_MEMORY
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
-from upweight.models.processor import image_reader, save_processor
+from upweight.models.processor import save_processor
 from upweight.models.reference import SeparateModel
 from upweight.rollout.custom import CustomRollout
 from upweight.runs.checkpoints import WHOLE, checkpoint_to_resume, step_of
@@ -335,9 +335,8 @@ class MethodTrainer(Trainer):
             if self.args.should_save:
                 (folder / WHOLE).unlink(missing_ok=True)  # marked again once every file is written
                 folder.mkdir(parents=True, exist_ok=True)  # the Trainer checks next that it exists
+                save_processor(self.processing_class, str(folder))  # of which the Trainer saves the tokenizer alone
             super().save_model(output_dir, _internal_call)
-            if self.args.should_save and image_reader(self.processing_class) is not None:
-                save_processor(self.processing_class, str(folder))  # of which the Trainer saved the tokenizer
             return
         self._optimizer_mode("eval")
         weights = None
