@@ -43,6 +43,7 @@ def bare(monkeypatch):
         ({"optimizer": "adamw_torch_8bit"}, "needs a package: pip install torchao"),
         ({"optimizer": "stable_adamw"}, "needs a package: pip install torch-optimi"),
         ({**WHOLE_WEIGHTS, "optimizer": "galore_adamw"}, "needs a package: pip install galore-torch"),
+        ({**WHOLE_WEIGHTS, "optimizer": "galore_adamw_8bit"}, "needs a CUDA device, and none is visible; use 'galore"),
         ({**WHOLE_WEIGHTS, "optimizer": "apollo_adamw"}, "needs a package: pip install apollo-torch"),
         ({"optimizer": "lion_8bit"}, "needs a package: pip install bitsandbytes"),
         (online(use_vllm=True, vllm_mode="colocate"), "trl.vllm_mode: colocate needs vLLM in this Python environment"),
@@ -59,6 +60,15 @@ def test_projected_optimizers_import_bitsandbytes(optimizer, package, tmp_path, 
     monkeypatch.setattr("upweight.train.machine_checks._installed", lambda name: name == package)
     text = refused(tmp_path, **WHOLE_WEIGHTS, optimizer=optimizer)
     assert text.endswith("is installed, and imports one that is not: pip install bitsandbytes.")
+
+
+@pytest.mark.parametrize(("number", "fits"), [("0.7.20", True), ("0.10.3", False)])
+def test_a_swanlab_that_transformers_cannot_call_is_named(number, fits, tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.train.machine_checks._installed", lambda _: True)
+    monkeypatch.setattr("upweight.train.machine_checks.version", lambda _: number)
+    problems = check_machine(parse_config({**BASE, "use_swanlab": True}, folder=tmp_path))
+    named = [f'use_swanlab: transformers calls what swanlab {number} no longer has: pip install "swanlab<0.8".']
+    assert problems == ([] if fits else named)
 
 
 def test_nothing_is_wanted_that_is_not_used(tmp_path, bare):
