@@ -1,6 +1,6 @@
 """SFT, then GRPO by this library and by TRL, on sums of three numbers: held-out accuracy by step and by second.
 
-python -m bench.three_numbers --model FOLDER [--gguf FILE] [--seeds 3] [--steps 100] [--picture FILE.svg]
+python -m bench.three_numbers --model FOLDER [--gguf FILE] [--seeds 1 2 3] [--steps 60] [--picture FILE.svg]
 
 The first stage is run once (`examples/three_numbers/sft.yaml`); each seed of the second begins with its weights. Both
 libraries run the same script (`bench/peers/grpo_learn.py`), one process after the other, a JSON line each. TRL is run
@@ -84,13 +84,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.three_numbers", description=__doc__)
     parser.add_argument("--model", required=True, help="the model's folder or hub id")
     parser.add_argument("--gguf", help="its weights, where they are in one GGUF file")
-    parser.add_argument("--sft-steps", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--sft-steps", type=int, default=90)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps from one measurement to the next")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--members", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-5)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", choices=COLOURS, action="append")
     parser.add_argument("--keep", type=Path, help="folder for rows and the first stage; what is there is used")
     parser.add_argument("--picture", type=Path)
@@ -102,7 +102,7 @@ def main() -> None:
         model = folder / "sft"
         if not (model / "model.safetensors").is_file():
             first_stage(asked, folder)
-        for seed in range(1, asked.seeds + 1):
+        for seed in asked.seeds:
             for library in asked.only or COLOURS:
                 runs.append(second_stage(library, seed, model, folder, asked))
                 print(json.dumps(runs[-1]), flush=True)

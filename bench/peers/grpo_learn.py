@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("library", choices=["trl", "upweight"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--members", type=int, default=16)

@@ -247,6 +247,7 @@ def test_a_fragment_needs_no_required_keys_and_a_whole_config_does():
         ({"torch_dtype": "bfloat16", "bf16": "auto"}, "bf16", True),
         ({"torch_dtype": "torch.float32"}, "bf16", False),
         ({"float16": True}, "fp16", True),
+        ({"float16": True, "fp16": False, "bf16": False}, "fp16", True),
         ({"float16": False}, "fp16", False),
     ],
 )

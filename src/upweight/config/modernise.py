@@ -137,6 +137,8 @@ def _rename_precision(content: dict[Any, Any], findings: Findings) -> None:
         return
     key, value = PRECISIONS[word]
     findings.notices.append(f"{named}: is called '{key}: {str(value).lower()}' here")
+    if half is True and content.get("fp16") is False:  # which in Axolotl says that weights are not cast again
+        del content["fp16"]
     if content.get(key) not in (None, "auto", value):
         findings.errors.append(f"{named}: contradicts '{key}: {str(content[key]).lower()}'. Keep only '{key}'.")
     content[key] = value

@@ -56,6 +56,6 @@ def test_time_is_bounded(model_folder, tmp_path, monkeypatch, caplog):
 
 def test_texts_without_a_prompt_have_no_answer():
     find = held_out_answers._prompt_and_answer
-    assert find(0, {"ids": [1, 2, 3], "loss_mask": [False, True, True]}) is None
-    assert find(1, {"ids": [1, 2, 3, 4], "loss_mask": [False, False, True, True]}) == (1, [1, 2], [3, 4])
+    assert find(0, {"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}) is None
+    assert find(1, {"input_ids": [1, 2, 3, 4], "loss_mask": [False, False, True, True]}) == (1, [1, 2], [3, 4])
     assert find(2, {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}) == (2, [5], [6])

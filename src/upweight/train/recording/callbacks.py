@@ -304,7 +304,7 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
         callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
-    if run.eval_samples and trainer.eval_dataset is not None:
+    if run.eval_samples and trainer.eval_rows is not None:
         callbacks += [HeldOutAnswers(trainer, run.eval_samples, folder), BeforeAndAfter(folder)]
     if trainer.feed is not None and trainer.rollouts is None:
         callbacks.append(SaveFeed(trainer.feed))

@@ -39,7 +39,7 @@ class HeldOutAnswers(TrainerCallback):
     def _answer(self, state: Any) -> None:
         if not state.is_world_process_zero:
             return
-        held_out = self.trainer.eval_dataset
+        held_out = self.trainer.eval_rows
         for name, rows in (held_out if isinstance(held_out, Mapping) else {"": held_out}).items():
             if not isinstance(rows, RowFeed):
                 chosen = [(number, rows[number]) for number in range(min(self.count, len(rows)))]
@@ -102,4 +102,4 @@ def _prompt_and_answer(number: int, row: Mapping[str, Any]) -> tuple[int, list[i
         return number, list(row["prompt_ids"]), list(row.get("chosen_ids") or row.get("completion_ids") or ())
     mask: list[bool] = list(row.get("loss_mask") or ())
     start = mask.index(True) if True in mask else 0
-    return (number, list(row["ids"][:start]), list(row["ids"][start:])) if start > 1 else None
+    return (number, list(row["input_ids"][:start]), list(row["input_ids"][start:])) if start > 1 else None
