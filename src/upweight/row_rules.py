@@ -15,7 +15,7 @@ Columns = dict[str, Any]  # of a prepared record: token ids and masks
 Positions = NDArray[np.int64]  # of rows
 
 # Columns that are cut at their end; prompts to complete have none, whatever the columns of their rows are named.
-CUT_COLUMNS = ("chosen_ids", "rejected_ids", "completion_ids", "ids", "labels", "loss_mask")
+CUT_COLUMNS = ("chosen_ids", "rejected_ids", "completion_ids", "input_ids", "labels", "loss_mask")
 
 
 class EntryRows(Strict):
@@ -94,8 +94,8 @@ def cut_columns(columns: Columns, method: Method) -> list[str]:
 def lengths_of(columns: Columns, method: Method) -> tuple[int, int, int]:
     """Return the tokens of a record's prompt, longest completion (0 for prompts and steps) and longest sequence."""
     names = cut_columns(columns, method)
-    if "ids" in names:
-        size, trained = len(columns["ids"]), sum(columns.get("loss_mask", ()))
+    if "input_ids" in names:
+        size, trained = len(columns["input_ids"]), sum(columns.get("loss_mask", ()))
         return size - trained if trained else 0, trained, size
     prompt, completion = len(columns["prompt_ids"]), max((len(columns[name]) for name in names), default=0)
     return prompt, completion, prompt + completion
@@ -104,7 +104,7 @@ def lengths_of(columns: Columns, method: Method) -> tuple[int, int, int]:
 def _cuts_images(columns: Columns, room: int) -> bool:
     """Return whether a record cut to `room` tokens would lack some that stand for images."""
     tokens = {image["token_id"] for image in columns.get("images") or ()}
-    return any(token in tokens for token in columns.get("ids", ())[room:])
+    return any(token in tokens for token in columns.get("input_ids", ())[room:])
 
 
 def apply_length_rules(

@@ -57,8 +57,10 @@ def test_ids_are_those_of_the_processor(kind, tmp_path):
     of_kind = processor(kind)
     rendered = of_kind.tokenizer.apply_chat_template(messages, tokenize=False)
     right = of_kind(text=[rendered], images=[images], add_special_tokens=False)["input_ids"][0]
-    assert record.columns["ids"] == list(right)
-    trained = [token for token, kept in zip(record.columns["ids"], record.columns["loss_mask"], strict=True) if kept]
+    assert record.columns["input_ids"] == list(right)
+    trained = [
+        token for token, kept in zip(record.columns["input_ids"], record.columns["loss_mask"], strict=True) if kept
+    ]
     assert of_kind.tokenizer.decode(trained) == "a cat<eos>"
     refs = record.columns["images"]
     assert [ref["tokens"] for ref in refs] == [
@@ -88,7 +90,7 @@ def test_forms_of_an_image(form, tmp_path):
     (record,) = encoder(tmp_path)({"messages": asked(part, text("what?"))})
     (ref,) = record.columns["images"]
     assert Path(ref["path"]).read_bytes() == png()
-    assert record.columns["ids"].count(259) == 16
+    assert record.columns["input_ids"].count(259) == 16
 
 
 def test_images_of_a_column_stand_before_the_text_or_after_it_for_types_of_axolotl(tmp_path):
@@ -109,7 +111,7 @@ def test_placeholders_in_texts_name_the_places(tmp_path):
     assert chat.text["text"].startswith("<user><image>\nwhat is it?")
     row = {"prompt": "look: <image> what?", "completion": " a cat", "images": [drawn_image(0)]}
     (plain,) = encoder(tmp_path)(row)
-    assert plain.columns["ids"].count(259) == 16
+    assert plain.columns["input_ids"].count(259) == 16
     assert not any(np.array(plain.columns["loss_mask"])[: -len(" a cat") - 1])
 
 
@@ -155,10 +157,10 @@ def test_what_is_wrong_with_images_is_named(row, message, tmp_path):
 def test_rows_are_never_cut_through_an_image(tmp_path):
     row = {"messages": [*asked(text("what?")), *asked(IMAGE)], "images": [png(0)]}
     (record,) = encoder(tmp_path)(row)
-    size = len(record.columns["ids"])
+    size = len(record.columns["input_ids"])
     rules = DataSection(too_long="truncate", sequence_len=size - 3)
     cut, _ = apply_length_rules(record.columns, rules, SFT())
-    assert len(cut["ids"]) == size - 3
+    assert len(cut["input_ids"]) == size - 3
     rules = DataSection(too_long="truncate", sequence_len=size - 10)
     assert apply_length_rules(record.columns, rules, SFT())[0] is None
 
@@ -175,7 +177,7 @@ def test_a_template_of_texts_gets_placeholders_inside_them(tmp_path):
         {"messages": asked(IMAGE, text("what?")), "image": png(0)}
     )
     assert "<|im_start|>user\n<image>what?" in record.text["text"]
-    assert record.columns["ids"].count(259) == 16
+    assert record.columns["input_ids"].count(259) == 16
 
 
 def test_a_text_models_rows_are_refused_as_before(tmp_path):

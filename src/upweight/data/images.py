@@ -280,7 +280,7 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
         raise RowError("images", "a text in which the images have a place; this format leaves them out")
     refs = [images[int(number)][0] for number in used]
     columns = {**record.columns, "images": [_column(ref) for ref in refs]}
-    ids = columns.get("prompt_ids", columns.get("ids", []))
+    ids = columns.get("prompt_ids", columns.get("input_ids", []))
     at = [place for place, token in enumerate(ids) if token == refs[0].token_id]
     if len(at) != sum(ref.tokens for ref in refs):
         raise RowError("images", f"texts without the model's token for images, {placeholder}, but for the images'")

@@ -343,7 +343,7 @@ def longest_of(*prepared: Dataset | None) -> int:
     """Tokens of the longest sequence in prepared rows."""
     lengths = [0]
     for rows in [part for part in prepared if part is not None]:
-        names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
+        names = [name for name in rows.data.column_names if name.endswith("_ids")]
         sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
         prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
         lengths += [int(np.nanmax(prompt + size)) for size in sizes.values() or [0]]
@@ -369,15 +369,15 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
 
 def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, str]:
     """Return the texts of token ids, for records that keep none: rows of ids, pieces of a text."""
-    columns = {name: ids for name, ids in record.columns.items() if name == "ids" or name.endswith("_ids")}
-    return {"text" if name == "ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
+    columns = {name: ids for name, ids in record.columns.items() if name.endswith("_ids")}
+    return {"text" if name == "input_ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
 
 
 def _shown_tokens(row: dict[str, Any]) -> dict[str, Any]:
-    columns = {name: value for name, value in row.items() if name == "ids" or name.endswith("_ids")}
+    columns = {name: value for name, value in row.items() if name.endswith("_ids")}
     if "loss_mask" in row:
         columns["loss_mask"] = [int(mark) for mark in row["loss_mask"]]
-    if "ids" in row and "labels" in row:
+    if "input_ids" in row and "labels" in row:
         columns["token_labels"] = row["labels"]
         columns["loss_mask"] = [int(mark != IGNORED) for mark in row["labels"]]
     return columns

@@ -31,9 +31,9 @@ def _text_sample(row: Mapping[str, Any]) -> Sample:
     """Build the sample of a text with its mask, or of steps with their labels."""
     if "loss_mask" in row:
         loss_mask = np.asarray(row["loss_mask"], np.bool_)
-        return Sample(_as_ids(row["ids"]), loss_mask, images=image_refs(row), **_teacher_lists(row, loss_mask))
+        return Sample(_as_ids(row["input_ids"]), loss_mask, images=image_refs(row), **_teacher_lists(row, loss_mask))
     labels = _as_ids(row["labels"])
-    return Sample(_as_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
+    return Sample(_as_ids(row["input_ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
 
 
 def _teacher_lists(row: Mapping[str, Any], loss_mask: NDArray[np.bool_]) -> dict[str, Any]:

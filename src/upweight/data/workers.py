@@ -42,16 +42,16 @@ NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "f
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
-    "text": {"ids": IDS, "loss_mask": FLAGS},
+    "text": {"input_ids": IDS, "loss_mask": FLAGS},
     "distilled": {
-        "ids": IDS, "loss_mask": FLAGS, "teacher_id": pa.string(), "teacher_ids": pa.list_(IDS),
+        "input_ids": IDS, "loss_mask": FLAGS, "teacher_id": pa.string(), "teacher_ids": pa.list_(IDS),
         "teacher_logps": pa.list_(pa.list_(pa.float32())),
     },
     "pairs": {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float64()},
     "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
-    "steps": {"ids": IDS, "labels": IDS},
+    "steps": {"input_ids": IDS, "labels": IDS},
     "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
-    "documents": {"ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
+    "documents": {"input_ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
 }  # fmt: skip
 
 

@@ -173,7 +173,7 @@ class Producer:
         groups: list[Group] = []
         for number in numbers:
             row = rows[number]
-            groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "ids"])))
+            groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "input_ids"])))
         mine = self.ranks.share(len(groups))
         # One seed for all ranks and the position of this rank's share: any number of ranks samples the same.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])

@@ -20,7 +20,7 @@ from transformers import (
 
 from upweight.config.sections.data import DataSection
 from upweight.data.images import COLUMNS
-from upweight.errors import UserError, did_you_mean
+from upweight.errors import UserError, WrongTypeError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.methods.users.function import UserFunction
 from upweight.models.adapters.attach import kept_adapter
@@ -249,7 +249,8 @@ def _require_rows(rows: Any) -> None:
     if isinstance(rows, DatasetDict | IterableDatasetDict):
         split = next(iter(rows), "train")
         remedy = f"Pass one, as `dataset['{split}']`; a plain dict of datasets is a mixture of them."
-        raise UserError(f"train_dataset: {type(rows).__name__} holds splits. {remedy}")
+        expected = "`train_dataset` must be a `Dataset` or `IterableDataset`"
+        raise WrongTypeError(f"{expected}, and a {type(rows).__name__} holds splits. {remedy}")
 
 
 def _init_dtype(args: MethodArguments) -> torch.dtype | None:
