@@ -12,7 +12,7 @@ HELD_OUT, ANSWERED, ASKED = 512, 4000, 8000
 
 
 def correct(completions, answer, **kwargs) -> list[float]:
-    """1 where the number after the last #### is the right one."""
+    """1 where what follows the last #### is the right number; without a ####, the whole text has to be it."""
     written = [text[-1]["content"].rpartition("####")[2].strip() for text in completions]
     return [float(number == right) for number, right in zip(written, answer, strict=True)]
 
