@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from math import ceil
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -49,17 +50,18 @@ def second_stage(library: str, seed: int, model: Path, rows: Path, asked: argpar
 def panel(runs: list[dict[str, Any]], axis: str, left: float) -> list[str]:
     """Accuracy over steps or seconds: a line for the mean of the seeds and a band from the least to the most."""
     last = max(run["held_out"][-1][axis] for run in runs)
+    tenths = ceil(10 * max(point["accuracy"] for run in runs for point in run["held_out"]))
     parts = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = TOP + HEIGHT * (1 - share)
+    for tenth in range(tenths + 1):
+        y = TOP + HEIGHT * (1 - tenth / tenths)
         parts.append(f'<path d="M{left} {y}h{WIDTH}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{share:g}</text>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{tenth / 10:g}</text>')
     for library, colour in COLOURS.items():
         curves = [run["held_out"] for run in runs if run["library"] == library]
         at = [left + WIDTH * mean(curve[n][axis] for curve in curves) / last for n in range(len(curves[0]))]
         values = [[curve[n]["accuracy"] for curve in curves] for n in range(len(curves[0]))]
         low, high, middle = (
-            [f"{x:.1f},{TOP + HEIGHT * (1 - pick(each)):.1f}" for x, each in zip(at, values, strict=True)]
+            [f"{x:.1f},{TOP + HEIGHT * (1 - 10 * pick(each) / tenths):.1f}" for x, each in zip(at, values, strict=True)]
             for pick in (min, max, mean)
         )
         parts.append(f'<polygon points="{" ".join([*low, *high[::-1]])}" fill="{colour}" fill-opacity="0.2"/>')

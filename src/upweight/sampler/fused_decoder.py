@@ -2,7 +2,7 @@
 
 Decoding a small model takes as long as its launches, and compiling layers for each number of rows takes longer than a
 rollout. Layers of the usual form need no compiler: five kernels of ours compute one for few rows, and torch's products
-with three of ours for many. A model takes this way where its logits on random tokens are those of its own layers.
+with three of ours for many. A model takes this way where its logits on random tokens are those of transformers' layers.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ def _has_form(layer: nn.Module) -> bool:
 
 
 def _same_logits(forward: CachedForward, forwards: dict[nn.Module, Callable[..., Tensor]]) -> bool:
-    """Return whether fused layers give the logits of the model's own on random tokens, by an attention made up."""
+    """Return whether fused layers give the logits of transformers' layers on random tokens, by an attention made up."""
     generator = torch.Generator().manual_seed(0)
     embeddings: Any = forward.base.get_input_embeddings()
     ids_B1 = torch.randint(len(embeddings.weight), (_TRIED_TOKENS, 1), generator=generator).to(forward.device)

@@ -183,11 +183,11 @@ class _Call:
             if prefix not in ready and prefix not in missing:
                 if sum(len(one.ids) - one.cached for one in missing.values()) >= self.sampler.prefill_tokens:
                     break
-                found = self._look_up(prefix)
-                if isinstance(found, _Ready):
-                    ready[prefix] = found
+                cached = self._look_up(prefix)
+                if isinstance(cached, _Ready):
+                    ready[prefix] = cached
                 else:
-                    missing[prefix] = found
+                    missing[prefix] = cached
             chosen.append((self.waiting.popleft(), ids))
         ready |= self._complete(missing)
         self._place(free, chosen, ready)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,12 +113,16 @@ def _merged_whole(model: PeftModel) -> PreTrainedModel:
     if tied and not isinstance(head, ModulesToSaveWrapper):
         layer: Any = head.get_base_layer() if isinstance(head, LoraLayer) else head
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    stated = getattr(base.config, "tie_word_embeddings", None)
     tuner: Any = model.base_model
-    merged = tuner.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        merged = tuner.merge_and_unload()
     if tied:
         embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
         if torch.equal(embedding.weight, head.weight):
             head.weight = embedding.weight
+            merged.config.tie_word_embeddings = stated  # PEFT writes False, since the two lay apart while it merged
         else:
             merged.config.get_text_config().tie_word_embeddings = False
     return merged

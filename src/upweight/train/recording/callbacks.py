@@ -304,8 +304,8 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
         callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
-    if run.eval_samples and trainer.eval_rows is not None:
-        callbacks += [HeldOutAnswers(trainer, run.eval_samples, folder), BeforeAndAfter(folder)]
+    if run.answered_prompts and trainer.eval_rows is not None:
+        callbacks += [HeldOutAnswers(trainer, run, folder), BeforeAndAfter(folder)]
     if trainer.feed is not None and trainer.rollouts is None:
         callbacks.append(SaveFeed(trainer.feed))
     if trainer.rollouts is not None:
