@@ -84,7 +84,7 @@ CASES = {
     "dpo ipo": ("DPO", "pairs", "qwen3_vl", {"loss_type": "ipo"}),
     "grpo beta": ("GRPO", "prompts", "qwen2_5_vl", {"beta": 0.1, **ONLINE}),
 }
-OFTEN = ("sft lora", "grpo mistral3", "grpo beta", "dpo llava_next")
+OFTEN = ("sft lora", "grpo mistral3", "grpo beta", "dpo qwen2_5_vl")
 
 
 @pytest.mark.parametrize("name", slow_except(OFTEN, CASES))
