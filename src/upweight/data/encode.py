@@ -129,11 +129,11 @@ class Encoder:
         ids = iter(self.setup.tokens.ids(parts))
         records, images_left = [], iter(images)
         for row_examples, row_texts in zip(examples, texts, strict=True):
-            of_row: list[Record] = []
+            row_records: list[Record] = []
             for example, several in zip(row_examples, row_texts, strict=True):
                 made = records_of(example, self.setup, list(islice(ids, len(several))))
-                of_row += self._with_images(made, several, next(images_left))
-            records.append(of_row)
+                row_records += self._with_images(made, several, next(images_left))
+            records.append(row_records)
         return records
 
     def _read_images(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Loaded]]:

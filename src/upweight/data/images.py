@@ -138,7 +138,7 @@ class RowImages:
             )
         if isinstance(source, str) and source:
             return self._file(source.removeprefix("file://"), key)
-        if hasattr(source, "save"):  # an image of Pillow
+        if not isinstance(source, str) and hasattr(source, "save"):  # an image of Pillow
             buffer = BytesIO()
             source.convert("RGB").save(buffer, "PNG")
             return buffer.getvalue(), None

@@ -35,7 +35,7 @@ def fold_keys(samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
 
 
 def batch_images(
-    samples: Sequence[Sample], paths: Sequence[NDArray[np.int64]], shape: tuple[int, int]
+    samples: Sequence[Sample], paths: Sequence[NDArray[np.int64]], shape: tuple[int, ...]
 ) -> BatchImages | None:
     """Return the distinct images of some samples, whose tokens lie at the flat positions `paths` of a batch."""
     if not any(sample.images for sample in samples):

@@ -150,7 +150,7 @@ def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
     tokenizer = objects.tokenizer
     if isinstance(tokenizer, ProcessorMixin):
         of_model = load_model_config(config.model) if objects.model is None else objects.model.config
-        tokenizer = attach_processor(tokenizer, of_model)  # pyright: ignore[reportArgumentType]
+        tokenizer = attach_processor(tokenizer, of_model)
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
         raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
     if not objects.from_script:

@@ -100,7 +100,7 @@ def load_policy(
 def _freeze_vision(model: Model, config: Config) -> str | None:
     """Freeze the vision tower and projector where the settings say so; return a pattern of their names."""
     asked = config.model.freeze_vision
-    if vision_family(model.config) is None:  # pyright: ignore[reportArgumentType]
+    if vision_family(model.config) is None:
         keys = {"freeze_vision": asked is not None, "processor_type": config.model.processor_class is not None}
         keys["processor_kwargs"] = bool(config.model.processor_options)
         if given := [key for key, is_set in keys.items() if is_set]:

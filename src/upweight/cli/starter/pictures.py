@@ -6,7 +6,7 @@ import zlib
 
 SIDE, CELL = 96, 24  # pixels of a picture, and of the cells that squares lie in
 LARGEST_COUNT = 4
-GROUND = (245, 245, 240)
+GROUND: tuple[int, int, int] = (245, 245, 240)
 COLOURS = ((200, 40, 40), (40, 90, 200), (30, 140, 60), (90, 40, 130))
 
 

@@ -112,7 +112,7 @@ class TrackingSection(Section):
     comet_options: dict[CometOption, bool | int | str] = setting(
         "comet_experiment_config", {}, "Options of Comet's `ExperimentConfig`: `log_code: false`."
     )
-    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab.")
+    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab; `swanlab<0.8` is what transformers calls.")
     swanlab_api_key: str | None = setting("swanlab_api_key", None, "SwanLab key; its login serves too.")
     swanlab_project: str | None = setting("swanlab_project", None, "SwanLab project.")
     swanlab_workspace: str | None = setting("swanlab_workspace", None, "SwanLab user or team.")

@@ -74,12 +74,12 @@ class NumberStep:
         lengths = [self.lengths[number] for number in sequences]
         sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         empty = torch.zeros(1, max(1, len(tokens)), dtype=torch.int64)
-        known = {name: values[tokens] for name, values in self.per_token.items()}
+        known: dict[str, Any] = {name: values[tokens] for name, values in self.per_token.items()}
+        known |= {name: values[sequences] for name, values in self.per_sequence.items()}
         batch = Batch(
             empty, empty, None, None, torch.zeros_like(sequence_T), known.pop("target_T"), sequence_T, len(lengths),
             pair_P2=torch.arange(len(sequences)).view(-1, 2), margin_P=self.margin_P[[n // 2 for n in sequences[::2]]],
             longest=max(lengths, default=0), **known,
-            **{name: values[sequences] for name, values in self.per_sequence.items()},
         )  # fmt: skip
         return Outputs(**{name: self.outputs[name][tokens] for name in self._computed}), batch
 
