@@ -137,6 +137,12 @@ def test_further_options_reach_from_pretrained(folder):
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_folder_with_a_gguf_file_alone_names_it(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"holds a GGUF file: name it, `base_model: .*tiny.gguf`"):
+        load_model_config(ModelSection(base_model=str(tmp_path)))
+
+
 def test_a_named_class_must_exist(folder):
     model = load_model(ModelSection(base_model=folder, model_class="LlamaForCausalLM"), torch.float32)
     assert type(model).__name__ == "LlamaForCausalLM"

@@ -65,6 +65,7 @@ def run_inference(
         raise UserError("--prompt, --file and --chat exclude each other")
     if images and prompt is None:
         raise UserError("--image goes with --prompt; rows of --file have a column `images`")
+    _refuse_prompt_among(overrides)
     _refuse_options(chat and bool(options.get("raw") or count > 1 or as_json), count, sampling)
     model = find_trained(target, overrides, or_base=True)  # before prompts are read from the terminal
     asked: dict[str, Any] = {"prompt": prompt} | ({"images": images} if images else {})
@@ -103,6 +104,12 @@ def run_inference(
             print(f"--- {number} of {count}\n{completion.text}")
 
 
+def _refuse_prompt_among(overrides: list[str]) -> None:
+    for word in overrides:
+        if "=" not in word and not word.startswith("-") and (" " in word or len(overrides) == 1):
+            raise UserError(f"{word[:80]}: is no key=value. A prompt is given as --prompt {word[:80]!r}")
+
+
 def _refuse_options(beside_chat: bool, count: int, sampling: Mapping[str, Any]) -> None:
     """Raise for options that do not go together; `beside_chat`: some do not go with --chat."""
     if beside_chat:
@@ -120,7 +127,7 @@ def _read_rows(file: Path | None) -> dict[str, dict[str, Any]]:
     name = file or "stdin"
     lines = lines_of(text, name)
     if not lines:
-        raise UserError(f"{name}: has no prompt")
+        raise UserError(f"{name}: has no prompt; give one with --prompt, or many with --file")
     if not next(iter(lines.values())).lstrip().startswith("{"):
         return {where: {"prompt": line} for where, line in lines.items()}
     return {where: parse_row(line, where, ", as the first line seems to be") for where, line in lines.items()}

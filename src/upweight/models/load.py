@@ -87,15 +87,25 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
+            if files := sorted(Path(source).glob("*.gguf")):
+                remedy = f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
         elif is_offline():
-            here = "; ".join(models_here()) or "none"
-            remedy = f"it is not on this machine, and the hub is not asked. Name one of those here with {key}: {here}"
+            remedy = f"it is not on this machine, and the hub is not asked. {_models_to_name(key)}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
                 f"then log in with `hf auth login`): {first}"
             )
         raise UserError(f"{key}: could not load the {what} of {source!r}: {remedy}") from error
+
+
+def _models_to_name(key: str) -> str:
+    if here := models_here():
+        return f"Name one of those here with {key}: {'; '.join(here)}"
+    return (
+        "No other model is here either: get one where there is a network (`hf download ORGANISATION/MODEL --local-dir "
+        f"FOLDER`), bring the folder, and name it with {key}"
+    )
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
