@@ -47,7 +47,7 @@ def methods_of(
     candidates = [one for one in every if _is_candidate(one)]
     if not candidates:
         wanted = (
-            "Name what it needs as in the tables of docs/your_own_method.md, as `ratio`, `rewards`, `chosen_logps`."
+            "Name what it needs as `upweight docs your_own_method` does, such as `ratio`, `rewards`, `chosen_logps`."
         )
         asked = "".join(f" '{one.__name__}' asks for {', '.join(asked_names(one)) or 'nothing'}." for one in every[:4])
         lacking = "has no Method, and no function that asks for what losses or advantages get"
