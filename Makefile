@@ -15,7 +15,7 @@ JOBS ?= 2
 # One more than two cores have: tests wait for processes that they start.
 TEST_JOBS ?= 3
 
-.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama lint format docs dist release bench soak demo clean
+.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama test-docs lint format docs dist release bench soak demo clean
 
 setup: $(READY)
 
@@ -27,10 +27,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym and not llama"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym and not llama and not site"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym and not llama"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym and not llama and not site"
 
 # Every model type of transformers against its own forward. `make models` judges those without a result in
 # build/models.jsonl, and writes docs/models.md.
@@ -122,17 +122,21 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The pages that come from the code, then the site, in build/site; mkdocs has an environment of its own.
+# The pages that come from the code, then the site, in build/site; mkdocs and its theme have an environment of their own.
 $(DOCS)/.ready: pyproject.toml
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install -q "mkdocs>=1.6,<2"
+	$(DOCS)/bin/python -m pip install -q "mkdocs-material>=9.6,<10"
 	touch $@
 
 docs: $(READY) $(DOCS)/.ready
 	$(BIN)/python -m docs.pages
-	$(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	cp -r examples build/site/
 	@echo "build/site/docs/index.html"
+
+# Every page of the site in Chromium, on a wide and a narrow screen.
+test-docs: $(READY) $(DOCS)/.ready
+	UPWEIGHT_MKDOCS=$(CURDIR)/$(DOCS)/bin/mkdocs $(BIN)/python -m pytest tests/repo/test_site.py
 
 # What `pip install` takes: a wheel and the sources.
 dist: $(READY)

@@ -10,25 +10,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import strided
+from bench import gpu_vision, strided
 from bench.cases import CASES, Case, write_case
 
 ROOT = Path(__file__).parent.parent
 PEER_VENV = ROOT / ".cache" / "bench-peer"
 PEER = "trl[peft]==1.16.0"
+VISION = ("vlm_grpo_step", "vlm_dpo_step")  # with images
 
 
 def peer_python() -> Path:
     """The Python of TRL's own environment, which is built when it is missing."""
     python, ready = PEER_VENV / "bin" / "python", PEER_VENV / ".ready"
-    if not ready.exists() or ready.read_text() != PEER:
+    if not ready.exists() or ready.read_text() != f"{PEER} pillow":
         print(f"building {PEER_VENV.relative_to(ROOT)} for {PEER}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", PEER_VENV], check=True)
         # torch first and alone: whatever else depends on it then finds the pinned build in place.
-        for requirement in ("torch", PEER):
+        for requirement in ("torch", PEER, "pillow"):
             install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", requirement]
             subprocess.run(install, check=True, stdout=sys.stderr)
-        ready.write_text(PEER)
+        ready.write_text(f"{PEER} pillow")
     return python
 
 
@@ -112,9 +113,8 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument(
-        "--only", choices=[*(case.name for case in CASES), strided.NAME], help="measure this case alone"
-    )
+    names = [*(case.name for case in CASES), strided.NAME, *VISION]
+    parser.add_argument("--only", choices=names, help="measure this case alone")
     parser.add_argument("--threads", type=int, default=1, help="threads of each side (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of each side (default: 3)")
     options = parser.parse_args()
@@ -123,6 +123,10 @@ def main() -> None:
             print(json.dumps(measure(case, options.threads, options.repeats)), flush=True)
     if options.only in (None, strided.NAME):
         print(json.dumps(strided.measure(options.threads, options.repeats)), flush=True)
+    for name in VISION:
+        if options.only in (None, name):
+            line = gpu_vision.on_cpu(name, options.threads, options.repeats, peer_python())
+            print(json.dumps(line | {"peer": PEER}), flush=True)
 
 
 if __name__ == "__main__":

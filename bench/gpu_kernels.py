@@ -19,7 +19,8 @@ from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.models.kernels import linear as kernel
-from upweight.sampler.attention_kernel import cascade_step
+from upweight.sampler.kernels.paged_attention import paged_step
+from upweight.sampler.pages import PAGE
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}
 ROWS = (64, 128, 256, 512)
@@ -109,18 +110,24 @@ def layers(shape: str) -> Iterator[dict[str, Any]]:
                 yield line | {"apart_us": apart, "ratio": round(apart / ours, 2)}
 
 
+def tables(slots: int, shared: int, more: int) -> tuple[Tensor, int]:
+    """The pages of each slot, the first ones shared by its group, and the number of all pages."""
+    slot_B1 = torch.arange(slots)[:, None]
+    before_BT = 1 + slot_B1 // GROUP * shared + torch.arange(shared)
+    after_BT = 1 + slots // GROUP * shared + slot_B1 * more + torch.arange(more)
+    return torch.cat([before_BT, after_BT], 1).int().cuda(), 1 + slots // GROUP * shared + slots * more
+
+
 def attention(_case: str) -> Iterator[dict[str, Any]]:
     """A decoding step's attention, completions in groups of 16."""
     for slots, prompt, new in ATTENTION:
-        at = torch.full((slots // GROUP, 1), prompt, device="cuda"), torch.tensor([new - 1], device="cuda")
+        table_BT, pages = tables(slots, -(-prompt // PAGE), -(-new // PAGE))
+        length_B = torch.full((slots,), prompt + new - 1, device="cuda")
         calls: list[Callable[[], Any]] = []
         for _ in range(8):
-            prompts = [drawn(slots // GROUP, KEY_HEADS, prompt, HEAD) for _ in range(2)]
-            completions = [drawn(slots, KEY_HEADS, new, HEAD) for _ in range(2)]
+            pools = drawn(pages, KEY_HEADS, PAGE, HEAD), drawn(pages, KEY_HEADS, PAGE, HEAD)
             newest = [drawn(slots, count, 1, HEAD) for count in (HEADS, KEY_HEADS, KEY_HEADS)]
-            calls.append(
-                partial(cascade_step, *newest, (*prompts, *completions), at, AttentionParams(Rule(), HEAD**-0.5))
-            )
+            calls.append(partial(paged_step, *newest, pools, (table_BT, length_B), AttentionParams(Rule(), HEAD**-0.5)))
         yield {"name": "attention", "slots": slots, "prompt": prompt, "new": new, "ours_us": microseconds(calls)}
 
 

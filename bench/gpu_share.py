@@ -63,7 +63,7 @@ def work_of(case: dict[str, Any]) -> dict[str, Any]:
     rows = torch.randint(2, VOCABULARY, (case["rows"], case["length"])).tolist()
     return {
         "name": "sft_step",
-        "rows": [{"ids": row, "loss_mask": [False] + [True] * (len(row) - 1)} for row in rows],
+        "rows": [{"input_ids": row, "loss_mask": [False] + [True] * (len(row) - 1)} for row in rows],
         "budget": case["length"],
         "vocabulary": VOCABULARY,
         **{key: case[key] for key in ("lora_r", "shape", "optimizer")},

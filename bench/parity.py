@@ -1,6 +1,6 @@
 """The same script run with TRL and with Upweight: one JSON line a case, and TRL's numbers recorded for the tests.
 
-python -m bench.parity [--case NAME ...] [--record]
+python -m bench.parity [--case NAME ...] [--record] [--images]
 """
 
 import argparse
@@ -14,16 +14,18 @@ from typing import Any
 
 from bench.__main__ import PEER, ROOT, peer_python
 
-SCRIPT = ROOT / "tests" / "parity_script.py"
-RECORD = ROOT / "tests" / "parity" / "trl_1_16.json"
+SCRIPTS = {False: ROOT / "tests" / "parity_script.py", True: ROOT / "tests" / "vision_parity_script.py"}  # by --images
+RECORDS = {
+    images: ROOT / "tests" / "parity" / f"trl_1_16{'_images' if images else ''}.json" for images in (False, True)
+}
 NUMBERS = ("loss", "grad_norm")
 
 
-def steps(library: str, python: str | Path, cases: list[str]) -> Iterator[dict[str, Any]]:
+def steps(library: str, python: str | Path, script: Path, cases: list[str]) -> Iterator[dict[str, Any]]:
     """What the script prints for each case with one of the libraries."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     process = subprocess.Popen(
-        [python, SCRIPT, library, *cases],
+        [python, script, library, *cases],
         env=os.environ | settings | {"PYTHONPATH": str(ROOT / "src")},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if library == "trl" else None,
@@ -34,7 +36,7 @@ def steps(library: str, python: str | Path, cases: list[str]) -> Iterator[dict[s
         if line.startswith('{"case"'):  # trainers print their logs too
             yield json.loads(line)
     if process.wait():
-        sys.exit(f"{library} failed; to see why: {python} {SCRIPT} {library}")
+        sys.exit(f"{library} failed; to see why: {python} {script} {library}")
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
@@ -46,10 +48,13 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.parity", description=__doc__)
     parser.add_argument("--case", action="append", default=[], help="run this case alone; may be given several times")
-    parser.add_argument("--record", action="store_true", help=f"write TRL's numbers to {RECORD.relative_to(ROOT)}")
+    parser.add_argument("--record", action="store_true", help="write TRL's numbers to a file beside the tests")
+    parser.add_argument("--images", action="store_true", help="the cases with images")
     options = parser.parse_args()
-    recorded: dict[str, Any] = json.loads(RECORD.read_text()) if options.case else {}
-    runs = zip(steps("trl", peer_python(), options.case), steps("upweight", sys.executable, options.case), strict=True)
+    script, record = SCRIPTS[options.images], RECORDS[options.images]
+    recorded: dict[str, Any] = json.loads(record.read_text()) if options.case else {}
+    sides = [("trl", peer_python()), ("upweight", sys.executable)]
+    runs = zip(*(steps(library, python, script, options.case) for library, python in sides), strict=True)
     for theirs, ours in runs:
         name = theirs.pop("case")
         recorded[name] = {key: [round(value, 7) for value in theirs[key]] for key in NUMBERS}
@@ -62,7 +67,7 @@ def main() -> None:
         )
     if options.record:
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(steps)}" for name, steps in recorded.items())
-        RECORD.write_text("{\n" + lines + "\n}\n")
+        record.write_text("{\n" + lines + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python -m bench.stream_memory --rows 5000000 --steps 200 --batch 256 --kill    # then again, killed and resumed
     python -m bench.stream_memory --megabytes 10 1000 --drain         # every row is read and encoded, none trained on
     python -m bench.stream_memory --megabytes 10 1000 --drain --text unbroken --format parquet
+    python -m bench.stream_memory --megabytes 10 10000 --drain --minutes 60        # ends there, and says how far it got
 
 Prints one JSON line for each stream, with the largest memory in each tenth of its time, and the difference between the
 largest and the smallest.
@@ -12,6 +13,7 @@ largest and the smallest.
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -96,8 +98,8 @@ def train(config: Path, *, resume: bool = False) -> None:
     run(load_config(config), resume=resume)
 
 
-def drain(config: Path) -> None:
-    """Read and encode all rows of a config's stream, in this process."""
+def drain(config: Path, minutes: float) -> None:
+    """Read and encode the rows of a config's stream, all or those of so many minutes, in this process."""
     from upweight.config import load_config
     from upweight.data.stream.build import build_feed
     from upweight.models.tokenizer import load_tokenizer
@@ -106,9 +108,9 @@ def drain(config: Path) -> None:
     feed = build_feed(loaded, load_tokenizer(loaded.model), None).feed
     (source,) = feed.sources
     began, rows = time.perf_counter(), 0
-    while source.next() is not None:
+    while (seconds := time.perf_counter() - began) < minutes * 60 and source.next() is not None:
         rows += 1
-    print(json.dumps({"rows": rows, "rows_per_second": round(rows / (time.perf_counter() - began))}), flush=True)
+    print(json.dumps({"rows_read": rows, "rows_per_second": round(rows / seconds)}), flush=True)
     feed.close()
 
 
@@ -128,10 +130,10 @@ def tree_memory(root: int) -> int:
     return total
 
 
-def started(config: Path, mode: str) -> subprocess.Popen[str]:
+def started(config: Path, mode: str, minutes: float = math.inf) -> subprocess.Popen[str]:
     """Start a mode in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bench.stream_memory", "--run", mode, str(config)]
+    command = [sys.executable, "-m", "bench.stream_memory", "--run", mode, str(config), "--minutes", str(minutes)]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -143,24 +145,27 @@ def losses(metrics: Path) -> dict[int, float]:
 
 
 def killed_and_resumed(config: Path, metrics: Path, steps: int) -> dict[str, Any]:
-    """Kill a run after half of its steps and resume it; return whether its losses are those of the whole run."""
-    whole = losses(metrics)
+    """Kill a run at two places and resume it each time; return whether its losses are those of the whole run."""
+    whole, killed_at, mode = losses(metrics), list[int](), "train"
     shutil.rmtree(metrics.parent)
-    process = started(config, "train")
-    while process.poll() is None and max(losses(metrics), default=0) < steps // 2:
-        time.sleep(SECONDS_BETWEEN / 4)
-    process.kill()
-    process.communicate()
-    reached, resumed = max(losses(metrics)), started(config, "resume")
+    for place in (steps // 3, steps * 3 // 4):
+        process = started(config, mode)
+        while process.poll() is None and max(losses(metrics), default=0) < place:
+            time.sleep(SECONDS_BETWEEN / 4)
+        process.kill()
+        process.communicate()
+        killed_at.append(max(losses(metrics)))
+        mode = "resume"
+    resumed = started(config, mode)
     resumed.communicate()
     if resumed.returncode:
         raise SystemExit(f"the resumed run failed with {resumed.returncode}")
-    return {"killed_at_step": reached, "same_losses": losses(metrics) == whole, "last_loss": whole[steps]}
+    return {"killed_at_steps": killed_at, "same_losses": losses(metrics) == whole, "last_loss": whole[steps]}
 
 
-def measured(config: Path, mode: str, metrics: Path) -> dict[str, Any]:
+def measured(config: Path, mode: str, metrics: Path, minutes: float) -> dict[str, Any]:
     """Run a mode in a process of its own; return the peak of its memory, and the largest by the step reached."""
-    process = started(config, mode)
+    process = started(config, mode, minutes)
     series, by_step = list[int](), dict[int, int]()
     while process.poll() is None:
         used = tree_memory(process.pid)
@@ -189,6 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--drain", action="store_true")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which a drain ends")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--text", choices=("words", "new", "unbroken"), default="words")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
@@ -196,7 +202,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.run:
         mode, config = given.run[0], Path(given.run[1])
-        drain(config) if mode == "drain" else train(config, resume=mode == "resume")
+        drain(config, given.minutes) if mode == "drain" else train(config, resume=mode == "resume")
         return
     import yaml
 
@@ -213,7 +219,7 @@ def main() -> None:
             config.write_text(yaml.safe_dump(content))
             mode = "drain" if given.drain else "train"
             metrics = Path(content["output_dir"]) / "metrics.jsonl"
-            result = measured(config, mode, metrics)
+            result = measured(config, mode, metrics, given.minutes)
             result |= killed_and_resumed(config, metrics, given.steps) if given.kill else {}
             peaks.append(result["peak_mb"])
             shape = {"megabytes": file.stat().st_size >> 20, "rows": count, "text": given.text, "format": given.format}

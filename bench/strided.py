@@ -58,7 +58,7 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
     model.load_state_dict(plain.state_dict())
     method = EBFT(mode="strided", stride=8, context_length=8, generate_max_len=8, n_samples_per_prompt=4)
     ids = np.random.default_rng(0).integers(2, VOCABULARY, LENGTH).tolist()
-    row = {"ids": ids, "loss_mask": [False] + [True] * (LENGTH - 1), "prompt_length": 1}
+    row = {"input_ids": ids, "loss_mask": [False] + [True] * (LENGTH - 1), "prompt_length": 1}
     engine = Engine(model)
     completion_source = StridedBlocks(model, method, InProcess(model, engine=engine, end_ids=()), str)
     starts, count, size = anchors(row, method), method.n_samples_per_prompt, method.generate_max_len

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from docs.api_page import api
 from docs.format_rows import SHOWN
 
 from upweight.config.config import how_to_choose
@@ -81,7 +82,7 @@ def renewed(page: str, generated: str) -> str:
     return written + mark + generated if mark else generated
 
 
-PAGES = {"config.md": markdown, "formats.md": formats, "peers.md": arguments, "stability.md": health}
+PAGES = {"api.md": api, "config.md": markdown, "formats.md": formats, "peers.md": arguments, "stability.md": health}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

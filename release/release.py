@@ -13,7 +13,6 @@ VERSIONED = {
     "src/upweight/version.py": r'^__version__ = "(.+)"$',
 }
 UNRELEASED = "## Unreleased\n"
-NO_PYTHON = (".yaml", ".jinja", ".html", ".js", ".css")  # files of the package that a build could leave out
 
 
 def main(version: str) -> None:
@@ -28,7 +27,8 @@ def main(version: str) -> None:
     if problems := wheel_problems(wheel, version):
         sys.exit("\n".join(problems))
     print(f"{wheel} is whole. To publish it:")
-    print(f'  git commit -am "Release {version}" && git tag v{version} && git push --follow-tags')
+    tag = f'git tag -a v{version} -m "Release {version}"'  # annotated: --follow-tags pushes no others
+    print(f'  git commit -am "Release {version}" && {tag} && git push --follow-tags')
     print(f"  python -m pip install twine && python -m twine upload dist/upweight-{version}*")
 
 
@@ -76,7 +76,7 @@ def wheel_problems(wheel: Path, version: str) -> list[str]:
     problems = [] if f"\nVersion: {version}\n" in metadata else [f"{wheel.name}: its metadata has another version"]
     problems += [] if "upweight.cli.app:main" in commands else [f"{wheel.name}: has no command"]
     package = ROOT / "src"
-    files = [path for path in (package / "upweight").rglob("*") if path.suffix in (*NO_PYTHON, ".py")]
+    files = [path for path in (package / "upweight").rglob("*") if path.is_file()]  # templates and rows too
     names = {str(path.relative_to(package)) for path in files if "__pycache__" not in path.parts}
     problems += [f"{wheel.name}: lacks {name}" for name in sorted(names - inside)]
     return problems

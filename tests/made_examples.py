@@ -31,6 +31,7 @@ def rows_in_the_form_of(path):
         {"prompt": f"say {n}", "chosen": turns(f"say {n}", f"yes {n}"), "rejected": turns(f"say {n}", f"no, not {n}")}
         for n in many
     ]
+    sums = [{"prompt": turns(f"What is {n} + 1?"), "answer": str(n + 1)} for n in many]
     known = {
         "openai/gsm8k": [
             {"question": f"What is {n} + 1?", "answer": f"One more than {n}.\n#### {n + 1}"} for n in many
@@ -49,7 +50,10 @@ def rows_in_the_form_of(path):
             {key: f"\n\nHuman: say {n}\n\nAssistant: {key} {n}" for key in ("chosen", "rejected")} for n in many
         ],
         "nvidia/OpenCodeInstruct": [{"input": f"print {n} twice", "output": f"print({n}, {n}) # done"} for n in many],
-        "sums.jsonl": [{"prompt": turns(f"What is {n} + 1?"), "answer": str(n + 1)} for n in many],
+        "sums.jsonl": sums,
+        "asked.jsonl": sums,
+        "held_out.jsonl": sums,
+        "answered.jsonl": [{"messages": turns(f"What is {n} + 1?", f"#### {n + 1}")} for n in many],
         ".cache/own_method/prompts.jsonl": [{"prompt": f"{letter}:", "letter": letter} for letter in "abcdefgh"],
     }
     return known[path]
@@ -57,7 +61,7 @@ def rows_in_the_form_of(path):
 
 def made_small(content, folder, model, reward_model):
     """The keys of an example with what makes it small and lets it run anywhere."""
-    for number, entry in enumerate(content.get("datasets", ())):
+    for number, entry in enumerate([*content.get("datasets", ()), *content.get("test_datasets", ())]):
         file = folder / f"rows-{number}-{Path(entry['path']).name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows_in_the_form_of(entry["path"])))
         for key in ("name", "split"):

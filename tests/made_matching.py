@@ -32,7 +32,10 @@ def documents(tokenizer, texts=ANSWERS, prompt: int = 1) -> Dataset:
     """Whole texts, of which everything behind the prompt counts."""
     each = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return Dataset.from_list(
-        [{"ids": ids, "loss_mask": [n >= prompt for n in range(len(ids))], "prompt_length": prompt} for ids in each]
+        [
+            {"input_ids": ids, "loss_mask": [n >= prompt for n in range(len(ids))], "prompt_length": prompt}
+            for ids in each
+        ]
     )
 
 

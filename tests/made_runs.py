@@ -73,9 +73,11 @@ def rows_for(method, count: int = 11) -> list[dict]:
             made.append({"prompt_ids": prompt, "completion_ids": answers[0], "label": n % 3 != 0})
         elif method.data == "steps":
             labels = [-100] * len(prompt) + [(n + k) % 2 if k % 2 else -100 for k in range(len(answers[0]))]
-            made.append({"ids": prompt + answers[0], "labels": labels})
+            made.append({"input_ids": prompt + answers[0], "labels": labels})
         else:
-            made.append({"ids": prompt + answers[0], "loss_mask": [False] * len(prompt) + [True] * len(answers[0])})
+            made.append(
+                {"input_ids": prompt + answers[0], "loss_mask": [False] * len(prompt) + [True] * len(answers[0])}
+            )
     return made
 
 

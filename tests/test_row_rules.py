@@ -68,24 +68,24 @@ def test_short_rows_are_dropped():
 
 
 def test_texts():
-    row = {"ids": [1, 2, 3, 4], "loss_mask": [False, False, True, True]}
+    row = {"input_ids": [1, 2, 3, 4], "loss_mask": [False, False, True, True]}
     assert outcome(row, None, sequence_len=3) == (None, TOO_LONG)
     cut = outcome(row, None, sequence_len=3, excess_length_strategy="truncate")
-    assert cut == ({"ids": [1, 2, 3], "loss_mask": [False, False, True]}, CUT)
+    assert cut == ({"input_ids": [1, 2, 3], "loss_mask": [False, False, True]}, CUT)
     assert outcome(row, None, sequence_len=2, excess_length_strategy="truncate") == (None, NOTHING_LEFT)
 
 
 def test_steps():
-    row = {"ids": [1, 2, 3, 4], "labels": [-100, 0, -100, 1]}
+    row = {"input_ids": [1, 2, 3, 4], "labels": [-100, 0, -100, 1]}
     cut = outcome(row, sequence_len=3, excess_length_strategy="truncate")
-    assert cut == ({"ids": [1, 2, 3], "labels": [-100, 0, -100]}, CUT)
+    assert cut == ({"input_ids": [1, 2, 3], "labels": [-100, 0, -100]}, CUT)
     assert outcome(row, sequence_len=1, excess_length_strategy="truncate") == (None, NOTHING_LEFT)
 
 
 def test_documents_are_cut_whatever_the_strategy():
-    row = {"ids": [1, 2, 3, 4], "loss_mask": [False, True, True, True], "prompt_length": 1}
+    row = {"input_ids": [1, 2, 3, 4], "loss_mask": [False, True, True, True], "prompt_length": 1}
     cut = outcome(row, "ebft", ebft={"mode": "strided"}, sequence_len=3)
-    assert cut == ({"ids": [1, 2, 3], "loss_mask": [False, True, True], "prompt_length": 1}, CUT)
+    assert cut == ({"input_ids": [1, 2, 3], "loss_mask": [False, True, True], "prompt_length": 1}, CUT)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_documents_are_cut_whatever_the_strategy():
     [
         ({"rl": "dpo"}, {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5, 6]}, (2, 3, 5)),
         ({"rl": "kto"}, {"prompt_ids": [1, 2], "completion_ids": [3], "label": True}, (2, 1, 3)),
-        ({}, {"ids": [1, 2, 3], "loss_mask": [False, True, True]}, (1, 2, 3)),
-        ({"process_reward_model": True}, {"ids": [1, 2, 3], "labels": [-100, -100, 1]}, (0, 0, 3)),
+        ({}, {"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}, (1, 2, 3)),
+        ({"process_reward_model": True}, {"input_ids": [1, 2, 3], "labels": [-100, -100, 1]}, (0, 0, 3)),
         ({"rl": "grpo"}, {"prompt": "a", "prompt_ids": [1, 2]}, (2, 0, 2)),
-        ({"rl": "grpo"}, {"prompt": "a", "prompt_ids": [1, 2], "ids": 7, "completion_ids": [1] * 9}, (2, 0, 2)),
+        ({"rl": "grpo"}, {"prompt": "a", "prompt_ids": [1, 2], "input_ids": 7, "completion_ids": [1] * 9}, (2, 0, 2)),
     ],
 )
 def test_lengths_of_each_kind_of_record(keys, columns, expected):
@@ -104,7 +104,7 @@ def test_lengths_of_each_kind_of_record(keys, columns, expected):
 
 
 def test_columns_of_the_user_are_no_tokens():
-    row = {"prompt": "x", "prompt_ids": [1, 2], "ids": 7, "loss_mask": None, "labels": "a"}
+    row = {"prompt": "x", "prompt_ids": [1, 2], "input_ids": 7, "loss_mask": None, "labels": "a"}
     assert outcome(row, "grpo") == (row, None)
 
 

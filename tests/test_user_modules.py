@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, Field
 
 from upweight.errors import UserError
 from upweight.user_modules import CODE, bind_options, changed_code, is_path, load_function, named_errors
@@ -109,3 +109,20 @@ def test_errors_of_users_code_are_named_and_a_lack_of_memory_passes():
         1 / 0  # noqa: B018
     with pytest.raises(OutOfMemoryError), named_errors("trl.loss_type"):
         raise OutOfMemoryError
+
+
+class Aliased(BaseModel):
+    """Settings that have other names in a config than in Python."""
+
+    lam: float = Field(5.0, alias="lambda", ge=0)
+    size: int = Field(1, validation_alias=AliasChoices("width", "wide"))
+
+
+def test_a_settings_model_takes_its_fields_by_their_aliases():
+    def loss(chosen_logps, args: Aliased):
+        return chosen_logps
+
+    bound = bind_options(loss, {"lambda": 2, "wide": 3}, "method_args", "mine.loss", ("chosen_logps",))
+    assert (bound["args"].lam, bound["args"].size) == (2.0, 3)
+    with pytest.raises(UserError, match=r"method_args.lam: no such setting. Did you mean 'lambda'\?"):
+        bind_options(loss, {"lam": 2}, "method_args", "mine.loss", ("chosen_logps",))

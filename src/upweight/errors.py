@@ -12,6 +12,10 @@ class UserError(ValueError):
     """
 
 
+class WrongTypeError(UserError, TypeError):
+    """An argument of the wrong kind; a TypeError too, for scripts that catch that."""
+
+
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like `word`, or None if nothing is near."""
     plain = _lower_snake(word)

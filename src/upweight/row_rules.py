@@ -15,7 +15,7 @@ Columns = dict[str, Any]  # of a prepared record: token ids and masks
 Positions = NDArray[np.int64]  # of rows
 
 # Columns that are cut at their end; prompts to complete have none, whatever the columns of their rows are named.
-CUT_COLUMNS = ("chosen_ids", "rejected_ids", "completion_ids", "ids", "labels", "loss_mask")
+CUT_COLUMNS = ("chosen_ids", "rejected_ids", "completion_ids", "input_ids", "labels", "loss_mask")
 
 
 class EntryRows(Strict):
@@ -94,11 +94,17 @@ def cut_columns(columns: Columns, method: Method) -> list[str]:
 def lengths_of(columns: Columns, method: Method) -> tuple[int, int, int]:
     """Return the tokens of a record's prompt, longest completion (0 for prompts and steps) and longest sequence."""
     names = cut_columns(columns, method)
-    if "ids" in names:
-        size, trained = len(columns["ids"]), sum(columns.get("loss_mask", ()))
+    if "input_ids" in names:
+        size, trained = len(columns["input_ids"]), sum(columns.get("loss_mask", ()))
         return size - trained if trained else 0, trained, size
     prompt, completion = len(columns["prompt_ids"]), max((len(columns[name]) for name in names), default=0)
     return prompt, completion, prompt + completion
+
+
+def _cuts_images(columns: Columns, room: int) -> bool:
+    """Return whether a record cut to `room` tokens would lack some that stand for images."""
+    tokens = {image["token_id"] for image in columns.get("images") or ()}
+    return any(token in tokens for token in columns.get("input_ids", ())[room:])
 
 
 def apply_length_rules(
@@ -108,6 +114,8 @@ def apply_length_rules(
     names, limit, reason = cut_columns(columns, method), rules.max_prompt_length, None
     prompt = columns.get("prompt_ids", [])
     longest = (rules.eval_sequence_len if evaluation else None) or rules.sequence_len
+    if limit is not None and len(prompt) > limit and columns.get("images"):
+        return None, "prompt with images longer than max_prompt_length"
     if limit is not None and len(prompt) > limit:
         first = prompt[: min(pinned, limit - 1)]  # a BOS token stays
         prompt = first + prompt[len(prompt) - (limit - len(first)) :]
@@ -125,6 +133,8 @@ def apply_length_rules(
         room = longest - len(prompt)
         if room < 1:
             return None, "prompt leaves no room for an answer within sequence_len"
+        if _cuts_images(columns, room):
+            return None, "longer than sequence_len, where it would be cut through an image or before one"
         columns, reason = columns | {name: columns[name][:room] for name in names}, "cut to sequence_len"
     unlabelled = "labels" in names and all(label == IGNORED for label in columns["labels"])
     if unlabelled or ("loss_mask" in names and not any(columns["loss_mask"])):

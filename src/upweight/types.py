@@ -25,6 +25,17 @@ from upweight.lazy_torch import Tensor, torch
 IGNORED = -100  # label of a token without a class
 
 
+@dataclass(frozen=True)
+class ImageRef:
+    """An image of a sequence: where it is read from, and the placeholder tokens that its features take the place of."""
+
+    digest: str  # of the file's bytes and of how it is processed: equal ones have equal features
+    path: str
+    tokens: int  # number of placeholder tokens
+    token_id: int  # the placeholder
+    grid: tuple[int, int, int] | None = None  # patches in time, height and width, where positions follow them
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One token sequence, the mask of its scored tokens, and the values that the method needs."""
@@ -45,6 +56,7 @@ class Sample:
     teacher_ids: NDArray[np.int64] | None = None  # [., K]: the tokens that a teacher listed, -1 where there are fewer
     teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
+    images: tuple[ImageRef, ...] = ()  # in the order of their placeholder tokens
 
     @property
     def has_advantage(self) -> bool:
@@ -62,6 +74,21 @@ class Unit:
     teacher: str | None = None  # the name of its teacher, where there are several
     # The length of the prompt of its samples, and the tokens that the teacher sees in place of it.
     teacher_prompt: tuple[int, NDArray[np.int64]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BatchImages:
+    """The images of a batch: each distinct one, and where its features lie."""
+
+    refs: tuple[ImageRef, ...]  # the features of all, one after the other, are rows of one tensor
+    at_I: Tensor  # flat positions of placeholder tokens, in order
+    feature_I: Tensor  # the row of the features at each
+    position_3BN: Tensor | None = None  # positions in time, height and width; None: those of the batch
+
+    def to(self, device: "torch.device | str") -> "BatchImages":
+        """Return the images with their tensors on `device`."""
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +127,15 @@ class Batch:
     teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave
     # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
     weight_BN: Tensor | None = None
+    images: BatchImages | None = None
 
     def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
+        moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        if self.images is not None:
+            moved["images"] = self.images.to(device)
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +294,8 @@ class Sampling:
     seed: int | None = None
     first: int = 0  # index of the first prompt, where several processes divide the prompts of one seed
     seeds: tuple[int, ...] | None = None  # one seed for each completion, ordered by prompt; replaces `seed` and `first`
+    images: tuple[tuple[ImageRef, ...], ...] = ()  # of each prompt; empty: no prompt has any
+    suppress_ids: tuple[int, ...] = ()  # tokens that are never drawn: those that stand for images
 
 
 class Generator(Protocol):
@@ -287,6 +320,16 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release all resources; a later call acquires them again."""
+
+
+@runtime_checkable
+class Compiles(Protocol):
+    """A sampling backend that compiles or records what it runs, and counts the seconds of it."""
+
+    @property
+    def compile_seconds(self) -> float:
+        """The seconds that this has taken so far."""
+        ...
 
 
 @runtime_checkable

@@ -155,9 +155,11 @@ def _validated(kind: Any, value: Any, key: str) -> Any:
 
     fields = getattr(kind, "model_fields", None)
     if fields is not None and kind.model_config.get("extra") != "allow":
-        stray = [one for one in value if one not in fields]
+        known = _names_in_options(kind)
         lines = [
-            f"{key}.{one}: no such setting.{did_you_mean(one, fields) or _listing('There is', fields)}" for one in stray
+            f"{key}.{one}: no such setting.{did_you_mean(one, known) or _listing('There is', known)}"
+            for one in value
+            if one not in known
         ]
         if lines:
             raise UserError("\n".join(lines))
@@ -169,6 +171,18 @@ def _validated(kind: Any, value: Any, key: str) -> Any:
         items = [(".".join([key, *map(str, one["loc"])]), one) for one in error.errors(include_url=False)]
         lines = [f"{where}: {one['msg'][:1].lower()}{one['msg'][1:]}, got {one['input']!r}." for where, one in items]
         raise UserError("\n".join(lines)) from None
+
+
+def _names_in_options(model: Any) -> list[str]:
+    """Return the names by which a pydantic model takes its fields: their aliases, or the names themselves."""
+    by_name = any(model.model_config.get(rule) for rule in ("populate_by_name", "validate_by_name"))
+    names: list[str] = []
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias or field.alias
+        choices = getattr(alias, "choices", [alias] if alias else [])
+        aliases = [one if isinstance(one, str) else str(one.path[0]) for one in choices]
+        names += aliases + ([name] if by_name or not aliases else [])
+    return names
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -242,12 +256,16 @@ def named_errors(what: str) -> Iterator[None]:
 
 def named_method(kind: type, name: str, what: str) -> Callable[..., Any]:
     """Return a method of a class with errors that say what failed and where."""
-    method = getattr(kind, name)
+    return named_call(getattr(kind, name), f"{what} failed in {name}")
 
-    @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        with named_errors(f"{what} failed in {name}"):
-            return method(self, *arguments, **options)
+
+def named_call(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function with errors that say what failed and where."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with named_errors(what):
+            return function(*arguments, **options)
 
     return call
 
@@ -256,8 +274,18 @@ def describe_error(error: BaseException) -> str:
     """Return the type, message and location in the user's code of an error."""
     text = str(error).strip()
     shown = (text[:297] + "...") if len(text) > 300 else text
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}{': ' if shown else ''}{shown}{location(frames)}"
+    return f"{type(error).__name__}{': ' if shown else ''}{shown}{line_of_error(error)}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return where in the user's code an error was raised, as ` (file, line n)`."""
+    return location([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """Return where a user's function is defined, as ` (file, line n)`."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
 
 
 def location(frames: list[tuple[str, int]]) -> str:

@@ -109,3 +109,93 @@ def test_a_right_one_passes_and_a_wrong_one_exits_with_1(folder, capsys):
     printed = capsys.readouterr().out
     assert "ok     runs" in printed
     assert "WRONG  any cut into micro-batches" in printed
+
+
+NEARLY = """
+def loss(chosen_logratios, rejected_logratios, beta):
+    return -beta * (chosen_logratios - rejected_logratios)
+
+def helper(x):
+    return x
+"""
+
+
+def test_names_that_are_nearly_right_are_said_and_helpers_named(folder, capsys):
+    (folder / "nearly.py").write_text(NEARLY)
+    with pytest.raises(typer.Exit):
+        run("nearly.py", [], None)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "'nearly.loss' asks for 'chosen_logratios', 'rejected_logratios', which nothing passes." in printed
+    assert "Did you mean 'chosen_log_ratio' and 'rejected_log_ratio'?" in printed
+    assert "not checked: helper (helpers" in printed
+    (folder / "other_things.py").write_text("def scale(x, by):\n    return x * by\n")
+    with pytest.raises(UserError, match="'scale' asks for x, by"):
+        methods_of("other_things.py", {}, None, folder)
+
+
+CLASSES = """
+from typing import ClassVar
+from upweight.methods.base import Method, pair_counts, required, sequence_sum
+from upweight.types import Loss
+
+class Plain(Method):
+    "A difference of log-probs."
+    data: ClassVar = "pairs"
+
+    def count(self, batch):
+        return pair_counts(batch)
+
+    def term(self, chosen, rejected):
+        return rejected - chosen
+
+    def loss(self, out, batch, prepared):
+        sides = sequence_sum(required(out.logps_T), batch)[required(batch.pair_P2)].unbind(1)
+        return Loss({"pairs": self.term(*sides).sum()})
+
+class Detached(Plain):
+    def term(self, chosen, rejected):
+        return (rejected - chosen).detach()
+
+class Logarithm(Plain):
+    def term(self, chosen, rejected):
+        return (rejected - chosen).log()
+
+class Reference(Plain):
+    def loss(self, out, batch, prepared):
+        return Loss({"pairs": (out.logps_T - out.ref_logps_T).sum()})
+
+class RequiredReference(Plain):
+    def loss(self, out, batch, prepared):
+        return Loss({"pairs": (out.logps_T - required(out.ref_logps_T)).sum()})
+
+class Entropy(Plain):
+    def loss(self, out, batch, prepared):
+        return Loss({"pairs": (out.logps_T - out.entropy_T).sum()})
+
+class Indexing(Plain):
+    def term(self, chosen, rejected):
+        gap = rejected - chosen
+        return gap[gap > 0]
+"""
+WORDS = {
+    "Detached": "rl: 'own_classes.Detached': the loss (own_classes.py, line 16) has no gradient to the weights",
+    "Logarithm": "rl: 'own_classes.Logarithm': the sum 'pairs' of loss (own_classes.py, line 16) is NaN or infinite",
+    "Reference": "rl: 'own_classes.Reference' reads out.ref_logps_T (own_classes.py, line 30), which is not computed: "
+    "`needs_reference = True` is missing",
+    "RequiredReference": "reads out.ref_logps_T (own_classes.py, line 34), which is not computed: `needs_reference",
+    "Entropy": 'add it to `reads: ClassVar = frozenset({"entropy_T"})`',
+    "Indexing": "bool(), float(): rl: 'own_classes.Indexing' (own_classes.py, line 43)",
+}
+
+
+def test_mistakes_of_classes_are_said_in_words_with_class_and_file(folder, capsys):
+    (folder / "own_classes.py").write_text(CLASSES)
+    with pytest.raises(typer.Exit):
+        run("own_classes.py", [], None)
+    printed = " ".join(capsys.readouterr().out.split())
+    for name, words in WORDS.items():
+        assert words in printed, name
+    assert "RuntimeError" not in printed
+    assert "register_meta" not in printed
+    plain = printed.partition("own_classes.Plain")[2].partition("own_classes.Detached")[0]
+    assert "WRONG" not in plain

@@ -70,7 +70,7 @@ def test_the_loss_mask_is_shown(preprocess, tmp_path):
         "base_model: model\ndatasets: [{path: texts.jsonl, type: alpaca}]\nsequence_len: 512\n"
     )
     row = json.loads(preprocess("--show", "1", "--tokens").stdout)
-    assert len(row["ids"]) == len(row["loss_mask"])
+    assert len(row["input_ids"]) == len(row["loss_mask"])
     assert sum(row["loss_mask"]) == 2
 
 

@@ -247,6 +247,7 @@ def test_a_fragment_needs_no_required_keys_and_a_whole_config_does():
         ({"torch_dtype": "bfloat16", "bf16": "auto"}, "bf16", True),
         ({"torch_dtype": "torch.float32"}, "bf16", False),
         ({"float16": True}, "fp16", True),
+        ({"float16": True, "fp16": False, "bf16": False}, "fp16", True),
         ({"float16": False}, "fp16", False),
     ],
 )
@@ -260,6 +261,18 @@ def test_the_lowest_rate_of_a_cosine_schedule():
     assert (optim.scheduler, optim.scheduler_args) == ("cosine_with_min_lr", {"min_lr": 1e-6})
     with pytest.raises(UserError, match="eta_min: is for 'lr_scheduler: cosine'"):
         parse({**WHOLE, "rl": "dpo", "eta_min": 1e-6, "lr_scheduler": "linear"})
+
+
+def test_answers_as_axolotl_names_them():
+    held = {**WHOLE, "rl": "dpo", "val_set_size": 2}
+    run = parse({**held, "generate_samples": True, "num_generation_samples": 5, "generation_do_sample": True}).run
+    assert (run.answered_prompts, run.answer_tokens, run.answer_temperature) == (5, 128, 0.7)
+    run = parse({**held, "generate_samples": True, "generation_do_sample": False, "generation_temperature": 0.9}).run
+    assert (run.answered_prompts, run.answer_temperature) == (3, 0.0)
+    run = parse({**held, "eval_table_size": 2, "eval_max_new_tokens": 16}).run
+    assert (run.answered_prompts, run.answer_tokens, run.generate_samples) == (2, 16, False)
+    off = {"generate_samples": False, "num_generation_samples": 5, "generation_do_sample": True}
+    assert parse({**held, **off, "eval_max_new_tokens": 16}).run.answered_prompts == 0
 
 
 @pytest.mark.parametrize("given", ["c4", {"path": "c4"}, [{"path": "c4", "type": "pretrain"}]])

@@ -68,7 +68,7 @@ class Keeps(Hinge):
 
 class Fails(Hinge):
     def loss(self, out, batch, prepared):
-        return Loss({"pairs": out.scores_TC.sum()})
+        return Loss({"pairs": out.logp_T.sum()})
 
 def function(logps):
     return logps
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_named_with_its_key(folder, content, message):
     [
         ("Averages", r"rl: '.*Averages': loss returned a Tensor. Return Loss\(\{\"name\": sum\}, metrics\)"),
         ("Keeps", r"rl: '.*Keeps': the sum 'pairs' of loss is of shape \[3\]. Return Loss"),
-        ("Fails", r"rl: '.*Fails' failed in loss: AttributeError: 'NoneType' .* \(m.*_method.py, line 47\)"),
+        ("Fails", r"rl: '.*Fails' failed in loss: AttributeError: 'Outputs' .* \(m.*_method.py, line 47\)"),
     ],
 )
 def test_what_a_method_returns_or_raises_names_it(folder, kind, message):

@@ -40,7 +40,7 @@ def test_sources_tokens_and_turns(run):
     train = [source for source in summary.sources if not source.evaluation]
     assert [(source.read, source.kept) for source in summary.sources][:2] == [(one.read, one.kept) for one in train]
     assert sum(source.kept for source in train) == 8
-    assert sum(source.tokens for source in train) == sum(len(row["ids"]) for row in prepared.train)
+    assert sum(source.tokens for source in train) == sum(len(row["input_ids"]) for row in prepared.train)
     assert sum(source.trained for source in train) == sum(sum(row["loss_mask"]) for row in prepared.train)
     assert train[0].roles == {"user": 2 * train[0].kept, "assistant": train[0].kept}
     assert summary.comparison.contaminated == 0
@@ -67,7 +67,7 @@ def test_every_kind_of_data_has_a_page(run, keys, row):
     assert "3 training rows were compared" in page.text
     assert "2 have the same words as an earlier one" in page.text
     (source,) = summarize(run.config, prepared).sources
-    counts = [sum(len(ids) for name, ids in one.items() if name.endswith("ids")) for one in prepared.train]
+    counts = [sum(len(ids) for name, ids in one.items() if name.endswith("_ids")) for one in prepared.train]
     assert source.tokens == sum(counts)
     assert 0 <= source.trained <= source.tokens
     assert (source.trained == 0) == (keys.get("rl") == "grpo")

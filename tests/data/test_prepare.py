@@ -328,7 +328,7 @@ def test_what_a_method_cannot_learn_from_stops_before_training_with_its_row(run,
 
 
 def test_a_column_of_a_prompt_may_have_any_name(run):
-    columns = {"others": "x", "ids": 3, "loss_mask": [1.5], "completion_ids": "y", "labels": None}
+    columns = {"others": "x", "input_ids": 3, "loss_mask": [1.5], "completion_ids": "y", "labels": None}
     prepared = run(
         [{"prompt": "Why?", **columns}], rl="grpo", trl={"reward_funcs": ["r.f"]}, datasets=[{"path": "rows.jsonl"}]
     )

@@ -1,5 +1,6 @@
 """The hash of prepared rows: their content and order, not how they are stored."""
 
+import pyarrow as pa
 import pytest
 from datasets import Dataset, concatenate_datasets
 
@@ -29,7 +30,8 @@ def test_other_rows_have_another(rows):
     assert rows_digest(Dataset.from_list(rows)) != rows_digest(Dataset.from_list(ROWS))
 
 
-def test_the_loss_mask_counts_under_the_name_that_digests_in_checkpoints_have():
-    row = {"ids": [1, 2], "prompt_length": 1}
-    old, new = ({**row, name: [False, True]} for name in ("scored", "loss_mask"))
-    assert rows_digest(Dataset.from_list([old])) == rows_digest(Dataset.from_list([new]))
+def test_columns_count_under_the_names_that_digests_in_checkpoints_have():
+    old = {"ids": [1, 2], "prompt_length": 1, "scored": [False, True]}
+    new = {"input_ids": [1, 2], "prompt_length": 1, "loss_mask": [False, True]}
+    old, new = (Dataset(pa.Table.from_pylist([row])) for row in (old, new))  # with the types of prepared rows
+    assert rows_digest(old) == rows_digest(new)

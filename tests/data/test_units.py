@@ -23,7 +23,7 @@ def scored(unit):
 
 
 def test_text_keeps_its_loss_mask():
-    (unit,) = units_of([{"ids": [1, 2, 3], "loss_mask": [False, True, False]}], SFT())
+    (unit,) = units_of([{"input_ids": [1, 2, 3], "loss_mask": [False, True, False]}], SFT())
     assert (ids(unit), scored(unit)) == ([[1, 2, 3]], [[False, True, False]])
 
 
@@ -64,7 +64,7 @@ def test_a_reward_model_scores_the_last_position_and_knows_the_margin():
 
 
 def test_steps_are_scored_where_they_have_a_class():
-    (unit,) = units_of([{"ids": [1, 2, 3, 4], "labels": [-100, 0, -100, 1]}], PRM())
+    (unit,) = units_of([{"input_ids": [1, 2, 3, 4], "labels": [-100, 0, -100, 1]}], PRM())
     (sample,) = unit.samples
     assert sample.loss_mask.tolist() == [False, True, False, True]
     assert sample.labels.tolist() == [0, 1]

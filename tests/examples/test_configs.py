@@ -102,3 +102,11 @@ def test_the_notebook_on_pairs_runs(model, tmp_path, monkeypatch):
 def test_every_notebook_is_tried():
     here = Path(__file__).read_text()
     assert not [path.name for path in EXAMPLES.rglob("*.ipynb") if f'"{path.name}"' not in here]
+
+
+def test_the_number_after_the_last_mark_is_rewarded(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "three_numbers")
+    problems = importlib.import_module("problems")
+    texts = ["59 - 63 = -4\n-4 + 12 = 8\n#### 8", "#### 8 apples", "8", "#### 7\n#### 8", "#### 7"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert problems.correct(completions, ["8"] * 5) == [1.0, 0.0, 1.0, 1.0, 0.0]

@@ -140,16 +140,44 @@ def test_ollama_gets_a_modelfile_beside_the_weights(trained, tools):
     assert ask == "ollama run my-run"
 
 
+def script(file: Path, line: str) -> str:
+    file.write_text(f"#!/bin/sh\n{line}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_missing_program_of_the_printed_lines_is_named(trained, tools, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run_export(trained, Export("ollama"))
+    assert "ollama, which the lines below need, is not on the path" in caplog.text
+    assert "https://ollama.com/install.sh" in caplog.text
+    run_export(trained, Export("vllm"))
+    assert "pip install vllm" in caplog.text
+    script(tmp_path / "vllm", "true")
+    caplog.clear()
+    run_export(trained, Export("vllm", overwrite=True))
+    assert "pip install vllm" not in caplog.text
+
+
 def test_missing_tools_are_named_with_the_command_that_gets_them(trained, tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"tested with that of llama-cpp-python 0\.3(?s:.*)git clone .*llama\.cpp"):
         run_export(trained, Export("ollama"))
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    with pytest.raises(UserError, match=r"a checkout of llama\.cpp"):
+    with pytest.raises(UserError, match=r"a checkout of llama\.cpp(?s:.*)git clone .*llama\.cpp"):
         run_export(trained, Export("gguf"))
     (tmp_path / "convert_hf_to_gguf.py").touch()
     monkeypatch.setenv("LLAMA_CPP_PYTHON", "/bin/false")
+    with pytest.raises(UserError, match="LLAMA_CPP_PYTHON: /bin/false does not run"):
+        run_export(trained, Export("gguf"))
+    bare = script(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    monkeypatch.setenv("LLAMA_CPP_PYTHON", bare)
+    with pytest.raises(UserError, match=rf"lacks torch, transformers, gguf(?s:.*){bare} -m pip install torch"):
+        run_export(trained, Export("gguf"))
+    without = f'case "$*" in *llama_cpp*) exit 1;; esac; exec {sys.executable} "$@"'
+    monkeypatch.setenv("LLAMA_CPP_PYTHON", script(tmp_path / "without", without))
     with pytest.raises(UserError, match=r'quantiser is missing(?s:.*)pip install "llama-cpp-python>=0\.3'):
         run_export(trained, Export("gguf", kind="q4_0"))
     with pytest.raises(UserError, match="Did you mean 'q4_k_m'"):

@@ -137,6 +137,12 @@ def test_further_options_reach_from_pretrained(folder):
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_folder_with_a_gguf_file_alone_names_it(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"holds a GGUF file: name it, `base_model: .*tiny.gguf`"):
+        load_model_config(ModelSection(base_model=str(tmp_path)))
+
+
 def test_a_named_class_must_exist(folder):
     model = load_model(ModelSection(base_model=folder, model_class="LlamaForCausalLM"), torch.float32)
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -144,9 +150,9 @@ def test_a_named_class_must_exist(folder):
         load_model(ModelSection(base_model=folder, model_class="AutoModelForNothing"), torch.float32)
 
 
-def test_vision_models_are_refused(tmp_path):
-    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"base_model: .*\(gemma3\) is a vision model"):
+def test_vision_models_of_other_kinds_are_refused(tmp_path):
+    AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"base_model: .*\(paligemma\) is a vision model .* one of these types: llava"):
         load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
 
 

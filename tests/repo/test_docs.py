@@ -1,6 +1,7 @@
 """What the documents say exists: keys, commands, files."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from upweight.cli.app import app
 from upweight.config import load_config
 from upweight.config.config import blocks, general_keys, method_keys
 from upweight.config.peers import OTHER_NAMES, REASONS, RENAMED, SATISFIED
+from upweight.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -21,8 +23,8 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_in_the_docs_exist(page):
     commands = vars(get_command(app))["commands"]
-    shown = re.findall(r"^(?:\$ )?upweight ([a-z][a-z-]+)", page.read_text(), flags=re.MULTILINE)
-    assert not set(shown) - set(commands)
+    named = re.findall(r"^(?:\$ )?upweight ([a-z][a-z-]+)", page.read_text(), flags=re.MULTILINE)
+    assert not set(named) - set(commands)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -51,6 +53,34 @@ def test_keys_in_the_docs_exist(page):
     assert not {key for key in named if key.startswith(starts)} - known
 
 
+def shown(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def only_our_methods():
+    """Forget the module `mine`, and the methods that a config registered."""
+    known = set(METHODS)
+    yield
+    sys.modules.pop("mine", None)
+    for name in set(METHODS) - known:
+        del METHODS[name]
+    method_keys.cache_clear()
+    blocks.cache_clear()
+
+
+@pytest.mark.usefixtures("only_our_methods")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_configs_in_the_docs_are_right(page, tmp_path):
+    """Each is a config, or a part of one; code that it names as `mine` is the page's, the first of a name."""
+    code = [block for block in shown(page, "python") if re.search("^(def|class) ", block, flags=re.MULTILINE)]
+    (tmp_path / "mine.py").write_text("\n".join(reversed(code)))
+    for number, text in enumerate(shown(page, "yaml")):
+        file = tmp_path / f"config_{number}.yaml"
+        file.write_text(text)
+        load_config(file, fragment=True)
+
+
 def test_every_example_is_listed():
     listed = (ROOT / "examples" / "README.md").read_text()
     assert not [path.name for path in (ROOT / "examples").rglob("*.yaml") if path.name not in listed]
@@ -58,7 +88,7 @@ def test_every_example_is_listed():
 
 def test_every_page_has_a_place_on_the_site():
     nav = (ROOT / "mkdocs.yml").read_text()
-    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"- {page.name}\n" not in nav]
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in nav]
 
 
 def test_agents_page_stays_short():

@@ -57,6 +57,22 @@ def test_seconds_and_failures_of_several_calls_add_up_and_other_metrics_are_aver
     assert found.metrics["rewards/look/seconds"] >= 2.0 * len(calls)
 
 
+def test_what_compiling_took_is_counted_by_rollout(tmp_path):
+    class Clock:
+        compile_seconds = 5.0
+
+    producer, clock = producer_of(tmp_path), Clock()
+    assert producer.produce(0).metrics["rollout/compile_seconds"] == 0  # on a CPU nothing is compiled
+    source = producer.completion_source
+
+    def sampling_compiles(*args, **options):
+        clock.compile_seconds += 2.0
+        return source(*args, **options)
+
+    producer.compiles, producer.completion_source = clock, sampling_compiles
+    assert producer.produce(0).metrics["rollout/compile_seconds"] == 2.0
+
+
 def test_messages_are_answered_by_messages(tmp_path):
     seen = []
 

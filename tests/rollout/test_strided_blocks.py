@@ -18,11 +18,11 @@ def document(length, seed=0, prompt=1, holes=()):
     scored = np.arange(length) >= prompt
     for start, stop in holes:
         scored[start:stop] = False
-    return {"ids": drawn(seed, length).tolist(), "loss_mask": scored.tolist(), "prompt_length": prompt}
+    return {"input_ids": drawn(seed, length).tolist(), "loss_mask": scored.tolist(), "prompt_length": prompt}
 
 
 def groups_of(*rows):
-    return [Group(number, row, row["ids"]) for number, row in enumerate(rows)]
+    return [Group(number, row, row["input_ids"]) for number, row in enumerate(rows)]
 
 
 def blocks_of(model, method, engine=None):
@@ -87,7 +87,7 @@ def test_what_is_sampled_does_not_depend_on_neighbours_ranks_or_waves():
 def test_samples_follow_the_distribution():
     model = tiny("llama", vocab_size=5).eval()
     method = EBFT(mode="strided", stride=4, context_length=3, generate_max_len=1)
-    (group,) = groups_of(document(8, 1) | {"ids": [1, 2, 3, 4, 0, 1, 2, 3]})
+    (group,) = groups_of(document(8, 1) | {"input_ids": [1, 2, 3, 4, 0, 1, 2, 3]})
     blocks_of(model, method)([group], 20000, Sampling(1, temperature=0.7, seed=0), None)
     logits = model(input_ids=torch.tensor([group.prompt_ids])).logits[0, [2, 6]].float() / 0.7
     for block, right in enumerate(logits.softmax(-1)):
@@ -114,6 +114,6 @@ def test_documents_without_room_for_a_block_are_left_out():
 
     method = EBFT(mode="strided", context_length=4, generate_max_len=4)
     rows = Dataset.from_list([document(20), document(7), document(8)])
-    assert [len(row["ids"]) for row in with_blocks(rows, method, "training")] == [20, 8]
+    assert [len(row["input_ids"]) for row in with_blocks(rows, method, "training")] == [20, 8]
     with pytest.raises(UserError, match="no document for training has 4 tokens"):
         with_blocks(rows.select([1]), method, "training")

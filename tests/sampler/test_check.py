@@ -18,7 +18,7 @@ GREEDY = Sampling(max_new_tokens=10, temperature=0.0)
 
 def forgetful(sampler: InProcess) -> None:
     """Have the sampler read each prompt's first token in place of its keys and values."""
-    decoder = sampler._decoder
+    decoder = sampler._sampler._decoder
     advance = decoder.advance
 
     def wrong(width: int) -> None:

@@ -82,3 +82,29 @@ def test_temperature_zero_takes_the_most_likely():
     token_B, logp_B = draw(logits(), torch.zeros(ROWS, dtype=torch.float64), sampling(temperature=0.0, top_p=0.5))
     assert torch.equal(token_B, logits().argmax(-1))
     torch.testing.assert_close(logp_B, logits().log_softmax(-1).amax(-1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("vocabulary", [300, 9000])
+def test_kernels_draw_the_same_tokens_and_go_on_with_them(vocabulary: int, temperature: float):
+    from upweight.sampler.kernels.draw import DrawState, draw_step
+
+    rows = 12
+    logits_BV = logits(2, rows, vocabulary).cuda()
+    logits_BV[3, 100:] = logits_BV[4, :-5] = -torch.inf
+    uniform_BN = torch.rand(rows, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cuda()
+    uniform_BN[0], uniform_BN[1] = 0, 1 - 1e-16
+    zeros_B = torch.zeros(rows, dtype=torch.long, device="cuda")
+    limit_B = torch.tensor([4] * (rows - 1) + [0], device="cuda")
+    ids_KB, logps_KB = torch.zeros(3, rows, dtype=torch.long, device="cuda"), torch.zeros(3, rows, device="cuda")
+    state = DrawState(uniform_BN, zeros_B.clone(), zeros_B + 7, zeros_B + 2, limit_B, zeros_B[:1] + 1, ids_KB, logps_KB)
+    token_B, logp_B = draw(logits_BV, uniform_BN[:, 2], sampling(temperature=temperature))
+    draw_step(logits_BV, temperature, state)
+    assert torch.equal(ids_KB[1], token_B)
+    assert not ids_KB[[0, 2]].any()
+    torch.testing.assert_close(logps_KB[1], logp_B, atol=1e-5, rtol=1e-5)
+    assert torch.equal(state.token_B, torch.where(limit_B > 0, token_B, 0))
+    assert state.length_B.tolist() == [8] * (rows - 1) + [7]
+    assert state.drawn_B.tolist() == [3] * (rows - 1) + [2]
+    assert state.column_1.tolist() == [2]

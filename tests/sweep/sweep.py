@@ -101,15 +101,15 @@ def page(results: dict[tuple[Task, str], Verdict]) -> str:
     lines = [
         "# Models",
         "",
-        f"What becomes of each model type of transformers {hf.__version__}. `make models` measures it with tiny random",
-        "models on a CPU and writes this page; `make test-models` fails where anything is wrong.",
+        f"Whether each model type of transformers {hf.__version__} can be trained and sampled. `make models` measures",
+        "it with tiny random models on a CPU and writes this page; `make test-models` fails if any result is wrong.",
         "",
-        "- Training: log-probs (or scores) and all gradients of a batch with nested branches, duplicates and a",
-        "  sequence beyond windows, against forwards of single sequences by an untouched model.",
-        "- Sampling: greedy completions of prompts of several lengths, their tokens and log-probs against the same.",
+        "- Training compares log-probs (or scores) and all gradients of a batch with nested branches, duplicates and a",
+        "  sequence longer than attention windows with forwards of single sequences by an unchanged model.",
+        "- Sampling compares the tokens and log-probs of greedy completions, for prompts of several lengths.",
         "- A type that is refused stops with a message before anything is trained; the reason is below.",
-        "- A type without a tiny model was not measured. A real run is proved on its first batch and its first",
-        "  completions all the same, and stops where numbers differ.",
+        "- A type without a tiny model was not measured. Every real run checks its first batch and its first",
+        "  completions all the same, and stops if numbers differ.",
     ]
     for task in CLASSES:
         lines += _section(task, {c.model_type: results.get((task, c.model_type)) for c in types_of(task)})

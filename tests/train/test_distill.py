@@ -289,7 +289,7 @@ def test_a_list_that_a_teacher_logged_teaches_as_the_teacher_does(tmp_path):
     rows, teacher = rows_for(method), teacher_model(1)
     logged = []
     for row in rows:
-        log_p = teacher(input_ids=torch.tensor([row["ids"]])).logits[0].log_softmax(-1).detach()
+        log_p = teacher(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1).detach()
         best = log_p.roll(1, 0).topk(5)  # the list of a token is that of the one before it, which predicts it
         lists = {"teacher_ids": best.indices.tolist(), "teacher_logps": best.values.tolist()}
         logged.append({**row, **lists})

@@ -8,6 +8,7 @@ from upweight.errors import UserError
 from upweight.train.machine_checks import check_machine, require_machine
 
 BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+WHOLE_WEIGHTS = {"optim_target_modules": "all-linear"}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
 
 
@@ -41,6 +42,9 @@ def bare(monkeypatch):
         ({"optimizer": "schedule_free_adamw"}, "needs a package: pip install schedulefree"),
         ({"optimizer": "adamw_torch_8bit"}, "needs a package: pip install torchao"),
         ({"optimizer": "stable_adamw"}, "needs a package: pip install torch-optimi"),
+        ({**WHOLE_WEIGHTS, "optimizer": "galore_adamw"}, "needs a package: pip install galore-torch"),
+        ({**WHOLE_WEIGHTS, "optimizer": "galore_adamw_8bit"}, "needs a CUDA device, and none is visible; use 'galore"),
+        ({**WHOLE_WEIGHTS, "optimizer": "apollo_adamw"}, "needs a package: pip install apollo-torch"),
         ({"optimizer": "lion_8bit"}, "needs a package: pip install bitsandbytes"),
         (online(use_vllm=True, vllm_mode="colocate"), "trl.vllm_mode: colocate needs vLLM in this Python environment"),
         (online(use_vllm=True, vllm_weight_transfer="ipc"), "no CUDA device is visible; use 'folder'"),
@@ -49,6 +53,22 @@ def bare(monkeypatch):
 )
 def test_what_is_missing_is_named(keys, says, tmp_path):
     assert says in refused(tmp_path, **keys)
+
+
+@pytest.mark.parametrize(("optimizer", "package"), [("galore_adamw", "galore_torch"), ("apollo_adamw", "apollo_torch")])
+def test_projected_optimizers_import_bitsandbytes(optimizer, package, tmp_path, bare, monkeypatch):
+    monkeypatch.setattr("upweight.train.machine_checks._installed", lambda name: name == package)
+    text = refused(tmp_path, **WHOLE_WEIGHTS, optimizer=optimizer)
+    assert text.endswith("is installed, and imports one that is not: pip install bitsandbytes.")
+
+
+@pytest.mark.parametrize(("number", "fits"), [("0.7.20", True), ("0.10.3", False)])
+def test_a_swanlab_that_transformers_cannot_call_is_named(number, fits, tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.train.machine_checks._installed", lambda _: True)
+    monkeypatch.setattr("upweight.train.machine_checks.version", lambda _: number)
+    problems = check_machine(parse_config({**BASE, "use_swanlab": True}, folder=tmp_path))
+    named = [f'use_swanlab: transformers calls what swanlab {number} no longer has: pip install "swanlab<0.8".']
+    assert problems == ([] if fits else named)
 
 
 def test_nothing_is_wanted_that_is_not_used(tmp_path, bare):

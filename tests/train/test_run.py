@@ -409,7 +409,7 @@ def test_the_saved_tokenizer_writes_prompts_as_training_did(entry, model_folder,
     prompt = again.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
     assert "<start_of_turn>model" in prompt
     row = trainer.train_dataset[0]
-    assert row["ids"][: row["loss_mask"].index(True)] == again(prompt, add_special_tokens=False)["input_ids"]
+    assert row["input_ids"][: row["loss_mask"].index(True)] == again(prompt, add_special_tokens=False)["input_ids"]
 
 
 def test_noise_on_embeddings_changes_training_and_not_evaluation(model_folder, tmp_path):

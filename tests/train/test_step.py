@@ -32,7 +32,7 @@ def plain_sft(method, model, reference, rows):
     found = []
     for row in rows:
         start = row["loss_mask"].index(True)
-        found.append(log_probs(model, row["ids"][:start], row["ids"][start:]))
+        found.append(log_probs(model, row["input_ids"][:start], row["input_ids"][start:]))
     return -torch.cat(found).mean()
 
 
@@ -97,7 +97,7 @@ def plain_prm(method, model, reference, rows):
     scores, labels = [], []
     for row in rows:
         at = [place for place, label in enumerate(row["labels"]) if label != -100]
-        scores.append(model.score(hidden(model, row["ids"])[at]))
+        scores.append(model.score(hidden(model, row["input_ids"])[at]))
         labels += [row["labels"][place] for place in at]
     return F.cross_entropy(torch.cat(scores), torch.tensor(labels))
 
@@ -160,7 +160,7 @@ def test_a_step_out_of_memory_leaves_no_trace_in_the_meters_and_is_repeated_in_s
 @pytest.mark.parametrize("budget", [8, 4096])
 def test_sequences_without_anything_scored_break_nothing(budget, tmp_path):
     rows = rows_for(SFT(), 4)
-    unscored = [{"ids": row["ids"], "loss_mask": [False] * len(row["ids"])} for row in rows]
+    unscored = [{"input_ids": row["input_ids"], "loss_mask": [False] * len(row["input_ids"])} for row in rows]
     trainer = trainer_for(SFT(), tmp_path, rows=rows, budget=budget)
     alone = trainer.runner.train(trainer.model, units_of(rows, SFT()))
     joined = trainer.runner.train(trainer.model, units_of(rows + unscored, SFT()))

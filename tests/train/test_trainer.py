@@ -8,7 +8,8 @@ from transformers import Trainer
 from made_runs import OFFLINE, rows_for, timeless, trainer_for, weights_of
 from upweight.errors import UserError
 from upweight.methods import DPO
-from upweight.train.trainer import MethodTrainer, out_of_memory
+from upweight.models.memory import out_of_memory
+from upweight.train.trainer import MethodTrainer
 
 OVERRIDDEN = {
     "__init__", "create_model_card", "create_optimizer", "create_scheduler", "evaluate", "floating_point_ops",

@@ -214,6 +214,7 @@ def inference(
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to answer; lines of standard input otherwise.")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts: JSON lines with `prompt`, or plain lines.")] = None,
+    image: Annotated[list[str] | None, typer.Option(help="Image file of --prompt; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk; /reset forgets, Ctrl-D ends.")] = False,
     system: Annotated[str | None, typer.Option(help="System text of prompts that have none.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are, without the chat template.")] = False,
@@ -229,7 +230,7 @@ def inference(
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     generator = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
-    request = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json}
+    request = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json, "images": image}
     run_inference(trained, overrides or [], sampling=sampling, **request, **generator)
 
 

@@ -14,7 +14,7 @@ WIDTH = 116
 def run(target: str, overrides: list[str], place: str | None) -> None:
     """Print each property of each method of a config, file or path; exit with 1 if one fails or cannot be checked."""
     from upweight.doctor.method_check.checks import Finding, check
-    from upweight.doctor.method_check.targets import NAMES, Place, methods_of
+    from upweight.doctor.method_check.targets import NAMES, Place, helpers_of, methods_of
 
     if place is not None and place not in NAMES:
         raise UserError(f"--as: one of {', '.join(NAMES)}, not {place}")
@@ -35,5 +35,7 @@ def run(target: str, overrides: list[str], place: str | None) -> None:
             failed += finding.problem is not None
             for line in textwrap.wrap(finding.problem or finding.untried or "", WIDTH - 9):
                 print(f"         {line}")
+    if helpers := helpers_of(target, Path.cwd()):
+        print(f"not checked: {', '.join(helpers)} (helpers: they ask for nothing that losses or advantages get)")
     if failed:
         raise typer.Exit(1)

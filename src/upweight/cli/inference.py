@@ -16,7 +16,7 @@ from upweight.files import atomic_path
 from upweight.inference.generate import TextGenerator, load_text_generator
 from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import quiet_transformers
-from upweight.types import Sampling
+from upweight.types import ImageRef, Sampling
 
 AT_ONCE = 64  # rows between two writes
 print_text = partial(print, end="", flush=True)
@@ -57,17 +57,19 @@ def run_inference(
     sampling: Mapping[str, Any],
     count: int,
     as_json: bool,
+    images: list[str] | None = None,
     **options: Any,
 ) -> None:
     """Print completions: of one prompt as text, of many as JSON lines, or chat; `options` go to TextGenerator."""
     if sum((prompt is not None, file is not None, chat)) > 1:
         raise UserError("--prompt, --file and --chat exclude each other")
-    if chat and (options.get("raw") or count > 1 or as_json):
-        raise UserError("--chat goes with none of --raw, --count and --json")
-    if count > 1 and sampling["temperature"] == 0:
-        raise UserError("--temperature 0 always generates the same text: raise it, or leave --count out")
+    if images and prompt is None:
+        raise UserError("--image goes with --prompt; rows of --file have a column `images`")
+    _refuse_prompt_among(overrides)
+    _refuse_options(chat and bool(options.get("raw") or count > 1 or as_json), count, sampling)
     model = find_trained(target, overrides, or_base=True)  # before prompts are read from the terminal
-    rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read_rows(file)
+    asked: dict[str, Any] = {"prompt": prompt} | ({"images": images} if images else {})
+    rows = {"--prompt": asked} if prompt is not None else {} if chat else _read_rows(file)
     quiet_transformers()
     data, entry, _ = text_format_of(model)
     kept = {"data": data, "entry": entry, "folder": model.config.folder}
@@ -78,21 +80,42 @@ def run_inference(
     if chat:
         _chat(generator, drawn, seed)
         return
-    prompts = [_encode_row(generator, row, at) for at, row in rows.items()]
+    if images and not generator.reads_images:
+        raise UserError("--image: this model reads no images, or its processor is missing")
+    encoded = [_encode_row(generator, row, at) for at, row in rows.items()]
+    prompts = [ids for ids, _ in encoded]
+    shown_images = tuple(refs for _, refs in encoded)
     if prompt is None or as_json:
         for start in range(0, len(prompts), AT_ONCE):
             part = slice(start, start + AT_ONCE)
-            groups = generator(prompts[part], dataclasses.replace(drawn, seed=seed + start), count)
+            some = shown_images[part] if any(shown_images[part]) else ()
+            groups = generator(prompts[part], dataclasses.replace(drawn, seed=seed + start, images=some), count)
             for row, group in zip(list(rows.values())[part], groups, strict=True):
                 for completion in group:  # with its row's columns, for `upweight score` and `upweight rewards`
                     shown = {**row, "completion": completion.text, "finished": completion.finished}
                     print(json.dumps(shown, ensure_ascii=False), flush=True)
-    elif count == 1:
+        return
+    drawn = dataclasses.replace(drawn, images=shown_images if any(shown_images) else ())
+    if count == 1:
         generator(prompts, drawn, on_text=print_text)
         print()
     else:
         for number, completion in enumerate(generator(prompts, drawn, count)[0], 1):
             print(f"--- {number} of {count}\n{completion.text}")
+
+
+def _refuse_prompt_among(overrides: list[str]) -> None:
+    for word in overrides:
+        if "=" not in word and not word.startswith("-") and (" " in word or len(overrides) == 1):
+            raise UserError(f"{word[:80]}: is no key=value. A prompt is given as --prompt {word[:80]!r}")
+
+
+def _refuse_options(beside_chat: bool, count: int, sampling: Mapping[str, Any]) -> None:
+    """Raise for options that do not go together; `beside_chat`: some do not go with --chat."""
+    if beside_chat:
+        raise UserError("--chat goes with none of --raw, --count and --json")
+    if count > 1 and sampling["temperature"] == 0:
+        raise UserError("--temperature 0 always generates the same text: raise it, or leave --count out")
 
 
 def _read_rows(file: Path | None) -> dict[str, dict[str, Any]]:
@@ -104,15 +127,15 @@ def _read_rows(file: Path | None) -> dict[str, dict[str, Any]]:
     name = file or "stdin"
     lines = lines_of(text, name)
     if not lines:
-        raise UserError(f"{name}: has no prompt")
+        raise UserError(f"{name}: has no prompt; give one with --prompt, or many with --file")
     if not next(iter(lines.values())).lstrip().startswith("{"):
         return {where: {"prompt": line} for where, line in lines.items()}
     return {where: parse_row(line, where, ", as the first line seems to be") for where, line in lines.items()}
 
 
-def _encode_row(generator: TextGenerator, row: Mapping[str, Any], where: str) -> list[int]:
+def _encode_row(generator: TextGenerator, row: Mapping[str, Any], where: str) -> tuple[list[int], tuple[ImageRef, ...]]:
     try:
-        return generator.encode(row)
+        return generator.encode_with_images(row)
     except RowError as error:
         raise UserError(f"{where}: {error}") from error
 
@@ -129,7 +152,7 @@ def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:
         elif line.strip():
             conversation = [*messages, {"role": "user", "content": line}]
             try:
-                ids = _encode_row(generator, {"prompt": conversation}, "chat")
+                ids, _ = _encode_row(generator, {"prompt": conversation}, "chat")
             except UserError as error:
                 print(f"{error}; /reset starts again", file=sys.stderr)
                 continue

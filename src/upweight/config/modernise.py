@@ -9,6 +9,7 @@ from upweight.config.yaml_file import copy_tree
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
 AUTO, HALF, FULL = ("bf16", "auto"), ("fp16", True), ("bf16", False)
 PRECISIONS = {"auto": AUTO, "bfloat16": ("bf16", True), "float16": HALF, "float32": FULL}
+AXOLOTL_TEMPERATURE = 0.7  # of answers that are sampled without naming one
 SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
 
@@ -37,6 +38,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
             del content[key]
     _pretraining(content, findings)
     _lowest_rate(content, findings)
+    _sampled_answers(content, findings)
     _rename_precision(content, findings)
     _rename_attention(content, findings)
     _rename_checkpointing(content, findings)
@@ -124,6 +126,25 @@ def _lowest_rate(content: dict[Any, Any], findings: Findings) -> None:
     _rename_key(content, "eta_min", "lr_scheduler_kwargs.min_lr", findings, deprecated=False)
 
 
+def _sampled_answers(content: dict[Any, Any], findings: Findings) -> None:
+    """Axolotl's options of sampled answers; it reads them only where `generate_samples` or a table of answers is on."""
+    if content.get("generate_samples"):
+        _rename_key(content, "num_generation_samples", "eval_samples", findings, deprecated=False)
+        samples = content.pop("generation_do_sample", None)
+        if samples is False:
+            content["generation_temperature"] = 0
+        elif samples and content.get("generation_temperature") is None:
+            content["generation_temperature"] = AXOLOTL_TEMPERATURE
+    for old in ("eval_max_new_tokens", "eval_table_max_new_tokens"):
+        if content.get("generate_samples") or content.get("eval_samples"):
+            _rename_key(content, old, "generation_max_new_tokens", findings, deprecated=False)
+        elif content.pop(old, None) is not None:
+            findings.notices.append(f"{old}: has no effect without 'eval_samples'")
+    for name in ("num_generation_samples", "generation_do_sample"):
+        if content.pop(name, None) is not None:
+            findings.notices.append(f"{name}: has no effect without 'generate_samples: true'")
+
+
 def _rename_precision(content: dict[Any, Any], findings: Findings) -> None:
     """`torch_dtype` and `float16`, as other trainers write the precision, as `bf16` and `fp16`."""
     dtype, half = content.pop("torch_dtype", None), content.pop("float16", None)
@@ -137,6 +158,8 @@ def _rename_precision(content: dict[Any, Any], findings: Findings) -> None:
         return
     key, value = PRECISIONS[word]
     findings.notices.append(f"{named}: is called '{key}: {str(value).lower()}' here")
+    if half is True and content.get("fp16") is False:  # which in Axolotl says that weights are not cast again
+        del content["fp16"]
     if content.get(key) not in (None, "auto", value):
         findings.errors.append(f"{named}: contradicts '{key}: {str(content[key]).lower()}'. Keep only '{key}'.")
     content[key] = value

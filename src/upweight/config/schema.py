@@ -49,8 +49,22 @@ def markdown() -> str:
     lines = [
         "# Config keys",
         "",
-        "`make docs` writes this page from the help texts in the code; `upweight schema` prints them as JSON schema.",
-        "Unknown keys are errors. `null` means unset: then holds what follows `else`. `a.b` is `b` in the block `a`.",
+        "This page lists every key of a config, with its type, its default and its meaning. `upweight schema` prints",
+        "the same as a JSON schema, which editors use to complete keys, and `upweight docs config --search KEY` finds",
+        "a key here.",
+        "",
+        "```yaml",
+        "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
+        "datasets:",
+        "  - path: demonstrations.jsonl",
+        "    type: chat_template",
+        "output_dir: out",
+        "```",
+        "",
+        "- `a.b` is the key `b` in the block `a`: `trl.beta: 0.1` is `beta: 0.1` under `trl:`.",
+        "- A key without a default is unset. `else` in its meaning says what holds then.",
+        "- Unknown keys are errors, and the message names the nearest known key.",
+        "- `make docs` writes this page from the help texts in the code.",
     ]
     for name, section in SECTIONS.items():
         lines += ["", f"## {summary_of(section).rstrip('.')}", "", *_table(section_rows(section))]
@@ -112,14 +126,19 @@ def _table(rows: Any) -> list[str]:
 
 
 def _peers() -> list[str]:
-    lines = ["", "## Keys of other trainers", "", "### Accepted without effect", "", *_by_reason(NO_EFFECT)]
-    lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
+    lines = ["", "## Keys of other trainers", "", "Configs of Axolotl hold these keys too.", ""]
+    lines += [
+        "### Accepted without effect",
+        "",
+        "What these ask for always happens, or is not needed. Each line begins with the reason.",
+    ]
+    lines += ["", *_by_reason(NO_EFFECT), "", "### Renamed", "", "Both names work.", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
     lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |"]
     lines += ["", "### Other names", "", "| other trainers | Upweight |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
-    return [*lines, "", "### Refused", "", *_by_reason(REFUSED)]
+    return [*lines, "", "### Refused", "", "These stop with an error that gives the reason.", "", *_by_reason(REFUSED)]
 
 
 def _by_reason(listed: dict[str, list[str]]) -> list[str]:

@@ -13,7 +13,7 @@ MAX_DEPTH = 40
 MAX_SIZE = 100_000  # values after anchors are expanded; a config has hundreds
 HINTS = {
     "found character '\\t'": "indent with spaces",
-    "mapping values are not allowed here": "put a text that contains ': ' in quotes",
+    "mapping values are not allowed here": "indent this line as its neighbours, or put a text with ': ' in quotes",
     "found unhashable key": "put a text that contains '{' in quotes",
     "but found another document": "a config is one document: remove the line '---'",
 }

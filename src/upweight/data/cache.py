@@ -21,7 +21,7 @@ from upweight.runs.checkpoints import is_whole, mark_whole
 # What a saved tokenizer holds of past calls and of where it came from.
 VOLATILE_TOKENIZER_KEYS = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
 ROWS_PER_DIGEST = 1 << 12  # that are hashed at once
-IN_DIGESTS = {"loss_mask": "scored"}  # digests in checkpoints have this column under this name
+IN_DIGESTS = {"loss_mask": "scored", "input_ids": "ids"}  # digests in checkpoints have columns under these names
 
 
 def digest(content: Any) -> str:

@@ -11,6 +11,7 @@ from upweight.config.view import ConfigView
 from upweight.data.chat_rows import read_as_messages
 from upweight.data.examples import Example, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
+from upweight.data.images import Loaded, RowImages, expanded, with_images
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader
@@ -19,7 +20,10 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods.base import Method
+from upweight.models.processor import image_reader
 from upweight.user_modules import load_function, local_file, source_of
+
+WITH_IMAGES = ("text", "pairs", "labelled", "prompts")  # kinds of data whose rows may have images
 
 
 def build_encoder(  # noqa: PLR0917
@@ -39,11 +43,24 @@ def build_encoder(  # noqa: PLR0917
     if sees is not None and "{" not in sees:
         function = load_function(sees, folder, "distill.privileged_prompt")
     tokens = TextTokens(tokenizer, data.eot_tokens)
-    setup = Setup(data, entry, method, reader, template, tokens, classes, function)
+    images = row_images(data, entry, tokenizer, folder)
+    setup = Setup(data, entry, method, reader, template, tokens, classes, function, images)
     if any(row is entry for row in data.test_datasets):  # a transform sees its entry as `cfg.datasets[dataset_idx]`
         cfg = ConfigView({**cfg, "datasets": cfg.get("test_datasets")})
     chosen = RowFilter(load_function(entry.filter, folder, "datasets.filter"), entry.filter) if entry.filter else None
     return Encoder(setup, _transform(setup, entry_index, cfg, folder), chosen)
+
+
+def row_images(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder: Path) -> RowImages | None:
+    """Return what reads the images of an entry's rows; None for a text model."""
+    reader = image_reader(tokenizer)
+    if reader is None:
+        return None
+    source = Path(entry.path or "").expanduser()
+    beside = source if source.is_dir() else source.parent
+    folders = [beside, folder / beside, folder, Path()]
+    # Axolotl puts the images of a column after the text of the first user message, TRL before it.
+    return RowImages(reader, folders, Path(data.prepared_path).expanduser(), before_text=entry.type is None)
 
 
 def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Transform | None:
@@ -91,6 +108,7 @@ class Encoder:
     def encode_many(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Record]]:
         """Return the records of each row; the first bad row raises a RowError."""
         examples: list[list[Example]] = []
+        images: list[list[Loaded]] = []  # of each example
         for row in rows:
             if not isinstance(row, Mapping):
                 raise RowError("row", f"a mapping of columns, got {type(row).__name__}")
@@ -98,12 +116,36 @@ class Encoder:
                 examples.append([])
                 continue
             read_rows = self.transform(row) if self.transform else [row]
-            examples.append([example for read_row in read_rows for example in self.read(self.setup, Row(read_row))])
+            of_row: list[Example] = []
+            for read_row in read_rows:
+                content, loaded = self._read_images(read_row)
+                read = self.read(self.setup, Row(content))
+                images += [loaded] * len(read)
+                of_row += read
+            examples.append(of_row)
         texts = [[example.texts(self.setup) for example in row] for row in examples]
-        ids = iter(self.setup.tokens.ids([text for row in texts for several in row for text in several]))
-        records = []
+        of_each = [several for row in texts for several in row]
+        parts = [expanded(text, some) for several, some in zip(of_each, images, strict=True) for text in several]
+        ids = iter(self.setup.tokens.ids(parts))
+        records, images_left = [], iter(images)
         for row_examples, row_texts in zip(examples, texts, strict=True):
-            counts = zip(row_examples, map(len, row_texts), strict=True)
-            of_each = [records_of(example, self.setup, list(islice(ids, count))) for example, count in counts]
-            records.append([record for several in of_each for record in several])
+            row_records: list[Record] = []
+            for example, several in zip(row_examples, row_texts, strict=True):
+                made = records_of(example, self.setup, list(islice(ids, len(several))))
+                row_records += self._with_images(made, several, next(images_left))
+            records.append(row_records)
         return records
+
+    def _read_images(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Loaded]]:
+        """Return a row with marks in place of its images, and the images; a text model's row as it is."""
+        return (row, []) if self.setup.images is None else self.setup.images(row)
+
+    def _with_images(self, records: list[Record], texts: Sequence[str], images: list[Loaded]) -> list[Record]:
+        """Return the records of an example with references to its images."""
+        if not images or self.setup.images is None:
+            return records
+        method = self.setup.method
+        computed = method.strided or method.evaluates_loss or bool(method.computed_rewards) or method.needs_teacher
+        if method.data not in WITH_IMAGES or computed or method.head != "tokens":
+            raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
+        return [with_images(record, texts, images, self.setup.images.reader.placeholder) for record in records]

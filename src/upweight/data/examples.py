@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
+from upweight.data.images import RowImages
 from upweight.data.raw_row import Record, Row, RowError, check_all_text, common_length
 from upweight.data.tokenize.messages import Message, MessageReader
 from upweight.data.tokenize.templates import ChatTemplate, Span
@@ -34,6 +35,7 @@ class Setup:
     tokens: TextTokens
     classes: int | None = None  # outputs of the score head, if known
     teacher_prompt: Callable[[dict[str, Any]], Any] | None = None  # the user's function of what a teacher sees
+    images: RowImages | None = None  # None: rows are read as texts
 
     @property
     def form(self) -> UserFormat:
@@ -100,7 +102,7 @@ class Steps:
         if bos is not None and prompt[:1] != [bos]:
             prompt = [bos, *prompt]
         text = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
-        return Record(text, {"ids": prompt + answer[:limit], "labels": [IGNORED] * len(prompt) + labels[:limit]})
+        return Record(text, {"input_ids": prompt + answer[:limit], "labels": [IGNORED] * len(prompt) + labels[:limit]})
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ class Tokens:
 
     def record(self, setup: Setup, ids: Ids) -> Record:
         if "loss_mask" in self.columns:
-            return _text_record(setup, self.columns["ids"], self.columns["loss_mask"], {})
+            return _text_record(setup, self.columns["input_ids"], self.columns["loss_mask"], {})
         return Record({}, self.columns, setup.tokens.pinned(self.columns.get("prompt_ids", [])))
 
 
@@ -286,7 +288,7 @@ Format = Callable[[Setup, Row], list[Example]]
 
 def _by_token(example: WithColumns, record: Record) -> dict[str, list[list[Any]]]:
     """Return the lists of an example's tokens, with empty ones for the tokens before them."""
-    tokens = len(record.columns["ids"])
+    tokens = len(record.columns["input_ids"])
     for name, lists in example.by_token.items():
         if len(lists) > tokens:
             raise RowError(name, f"at most a list for each of the {tokens} tokens, got {len(lists)}")
@@ -326,4 +328,4 @@ def _text_record(setup: Setup, ids: list[int], loss_mask: list[bool], shown: dic
     if not any(loss_mask):
         raise RowError("row", "at least two tokens, of which one is trained on")
     extra = {"prompt_length": loss_mask.index(True)} if is_document else {}
-    return Record(shown, {"ids": ids, "loss_mask": loss_mask, **extra})
+    return Record(shown, {"input_ids": ids, "loss_mask": loss_mask, **extra})

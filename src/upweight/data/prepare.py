@@ -41,6 +41,7 @@ from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
 from upweight.methods.base import Method
+from upweight.models.processor import image_reader
 from upweight.row_rules import split_rows, training_order
 from upweight.runs.checkpoints import is_whole
 from upweight.types import IGNORED
@@ -180,6 +181,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude={*NOT_SHAPING, *MIXING, "datasets", "test_datasets"}),
         "tokenizer": cache.tokenizer_digest(tokenizer),
+        **({} if (reader := image_reader(tokenizer)) is None else {"images": [reader.settings, reader.placeholder]}),
         "entries": [
             [opened.identity(), text, opened.evaluation, opened.entry.model_dump(mode="json", exclude=MIXING_OF_ENTRY)]
             for opened, text in parts
@@ -242,7 +244,8 @@ class _Builder:
         self.origin: list[NDArray[np.int64]] = []
         self.ranks: list[float] = []  # of the training rows, by `curriculum_column`
         self.signatures = Signatures(target / "signatures") if config.data.near_duplicates else None
-        schema = pa.schema(list(schema_of(config.method).items()))
+        images = any(job.encoder.setup.images is not None for job in jobs)
+        schema = pa.schema(list(schema_of(config.method, images=images).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
         self.writers = {side: pa.ipc.new_stream(str(target / f"{side}.arrow"), schema) for side in sides}
 
@@ -340,7 +343,7 @@ def longest_of(*prepared: Dataset | None) -> int:
     """Tokens of the longest sequence in prepared rows."""
     lengths = [0]
     for rows in [part for part in prepared if part is not None]:
-        names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
+        names = [name for name in rows.data.column_names if name.endswith("_ids")]
         sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
         prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
         lengths += [int(np.nanmax(prompt + size)) for size in sizes.values() or [0]]
@@ -366,15 +369,15 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
 
 def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, str]:
     """Return the texts of token ids, for records that keep none: rows of ids, pieces of a text."""
-    columns = {name: ids for name, ids in record.columns.items() if name == "ids" or name.endswith("_ids")}
-    return {"text" if name == "ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
+    columns = {name: ids for name, ids in record.columns.items() if name.endswith("_ids")}
+    return {"text" if name == "input_ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
 
 
 def _shown_tokens(row: dict[str, Any]) -> dict[str, Any]:
-    columns = {name: value for name, value in row.items() if name == "ids" or name.endswith("_ids")}
+    columns = {name: value for name, value in row.items() if name.endswith("_ids")}
     if "loss_mask" in row:
         columns["loss_mask"] = [int(mark) for mark in row["loss_mask"]]
-    if "ids" in row and "labels" in row:
+    if "input_ids" in row and "labels" in row:
         columns["token_labels"] = row["labels"]
         columns["loss_mask"] = [int(mark != IGNORED) for mark in row["labels"]]
     return columns

@@ -86,17 +86,17 @@ def _token_counts(table: pa.Table, method: Method) -> tuple[NDArray[np.int64], N
         sizes = {
             name: pc.call_function("list_value_length", [batch.column(name)]).to_numpy(zero_copy_only=False)
             for name in batch.schema.names
-            if name == "ids" or name.endswith("_ids")
+            if name.endswith("_ids")
         }
-        if "ids" in sizes:
+        if "input_ids" in sizes:
             marked = batch.column("loss_mask" if "loss_mask" in batch.schema.names else "labels")
             flags = marked.flatten().to_numpy(zero_copy_only=False)
             flags = flags if flags.dtype == bool else flags != IGNORED
-            ends = np.cumsum(sizes["ids"])
+            ends = np.cumsum(sizes["input_ids"])
             totals = np.append(0, np.cumsum(flags, dtype=np.int64))
-            scored = totals[ends] - totals[ends - sizes["ids"]]
-            lengths.append(np.stack([sizes["ids"] - scored, scored, sizes["ids"]], 1))
-            counts.append(np.stack([sizes["ids"], scored], 1))
+            scored = totals[ends] - totals[ends - sizes["input_ids"]]
+            lengths.append(np.stack([sizes["input_ids"] - scored, scored, sizes["input_ids"]], 1))
+            counts.append(np.stack([sizes["input_ids"], scored], 1))
         else:
             prompt, answers = sizes.pop("prompt_ids"), list(sizes.values())
             longest = np.maximum.reduce([np.zeros_like(prompt), *answers])
@@ -170,9 +170,9 @@ def examples(prepared: Prepared, count: int) -> Iterator[Example]:
 
 def _stretches(prepared: Prepared, number: int) -> list[tuple[str, str, bool]]:
     decode, row = prepared.entries[0].encoder.setup.tokens.tokenizer.decode, prepared.train[number]
-    if "ids" in row:
+    if "input_ids" in row and "prompt_ids" not in row:
         marks = row["loss_mask"] if "loss_mask" in row else [label != IGNORED for label in row["labels"]]
         cuts = [0, *(at for at in range(1, len(marks)) if marks[at] != marks[at - 1]), len(marks)]
-        return [("", decode(row["ids"][a:b]), bool(marks[a])) for a, b in pairwise(cuts)]
+        return [("", decode(row["input_ids"][a:b]), bool(marks[a])) for a, b in pairwise(cuts)]
     names = [name for name in row if name.endswith("_ids") and row[name] and isinstance(row[name][0], int)]
     return [(name[: -len("_ids")], decode(row[name]), name != "prompt_ids") for name in names]

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from upweight.data.images import image_refs
+from upweight.engine.images import image_positions
 from upweight.methods.base import Method
 from upweight.types import IGNORED, Sample, Unit
 
@@ -29,9 +31,9 @@ def _text_sample(row: Mapping[str, Any]) -> Sample:
     """Build the sample of a text with its mask, or of steps with their labels."""
     if "loss_mask" in row:
         loss_mask = np.asarray(row["loss_mask"], np.bool_)
-        return Sample(_as_ids(row["ids"]), loss_mask, **_teacher_lists(row, loss_mask))
+        return Sample(_as_ids(row["input_ids"]), loss_mask, images=image_refs(row), **_teacher_lists(row, loss_mask))
     labels = _as_ids(row["labels"])
-    return Sample(_as_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
+    return Sample(_as_ids(row["input_ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
 
 
 def _teacher_lists(row: Mapping[str, Any], loss_mask: NDArray[np.bool_]) -> dict[str, Any]:
@@ -61,7 +63,8 @@ def _pair_unit(row: Mapping[str, Any], number: int, method: Method) -> Unit:
             sides.append(Sample(ids, np.arange(len(ids)) == len(ids) - 1, labels=np.zeros(1, np.int64)))
         else:
             with_prompt = method.scores_prompt and side == "chosen"
-            sides.append(_completion(prompt, completion, with_prompt, row.get(f"ref_{side}_logps")))
+            sample = _completion(prompt, completion, with_prompt, row.get(f"ref_{side}_logps"))
+            sides.append(_with_images(sample, row))
     return Unit(tuple(sides), number, margin=row.get("margin"))
 
 
@@ -75,10 +78,24 @@ def _completion(
     return Sample(np.concatenate([prompt, completion]), loss_mask, prompt=in_prompt[loss_mask], ref_logps=ref_logps)
 
 
+def _with_images(sample: Sample, row: Mapping[str, Any]) -> Sample:
+    """Return a sample with the images of a row's prompt, of which no token is scored."""
+    refs = image_refs(row)
+    if not refs:
+        return sample
+    prompt = sample.prompt
+    if prompt is not None and prompt.any():  # ORPO scores prompts
+        sample, scored = replace(sample, images=refs), sample.loss_mask.copy()
+        for at in image_positions(sample):
+            scored[at[0] : at[-1] + 1] = False
+        return replace(sample, loss_mask=scored, prompt=prompt[scored[sample.loss_mask]])
+    return replace(sample, images=refs)
+
+
 def _labelled(prompt: Mapping[str, Any], completion: Mapping[str, Any], label: int) -> Sample:
     ref_logps = completion.get("ref_completion_logps") if label != MISMATCHED else None
     sample = _completion(_as_ids(prompt["prompt_ids"]), _as_ids(completion["completion_ids"]), ref_logps=ref_logps)
-    return replace(sample, label=label, prompt=None)
+    return _with_images(replace(sample, label=label, prompt=None), prompt)
 
 
 def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) -> list[Unit]:
@@ -86,7 +103,8 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
     result: list[Unit | None] = []
     waiting: dict[tuple[bytes, bool], list[int]] = {}
     for index, (unit, row) in enumerate(zip(units, rows, strict=True)):
-        prompt, desirable = _as_ids(row["prompt_ids"]).tobytes(), bool(row["label"])
+        images = "".join(image.digest for image in unit.samples[0].images).encode()
+        prompt, desirable = _as_ids(row["prompt_ids"]).tobytes() + images, bool(row["label"])
         if partners := waiting.get((prompt, not desirable)):
             partner = units[first := partners.pop(0)]
             pair = (unit, partner) if desirable else (partner, unit)

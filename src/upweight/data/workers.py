@@ -42,22 +42,32 @@ NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "f
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
-    "text": {"ids": IDS, "loss_mask": FLAGS},
+    "text": {"input_ids": IDS, "loss_mask": FLAGS},
     "distilled": {
-        "ids": IDS, "loss_mask": FLAGS, "teacher_id": pa.string(), "teacher_ids": pa.list_(IDS),
+        "input_ids": IDS, "loss_mask": FLAGS, "teacher_id": pa.string(), "teacher_ids": pa.list_(IDS),
         "teacher_logps": pa.list_(pa.list_(pa.float32())),
     },
     "pairs": {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float64()},
     "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
-    "steps": {"ids": IDS, "labels": IDS},
+    "steps": {"input_ids": IDS, "labels": IDS},
     "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
-    "documents": {"ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
+    "documents": {"input_ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
 }  # fmt: skip
 
 
-def schema_of(method: Method) -> dict[str, pa.DataType]:
+# Of references to images, in the order of their placeholder tokens.
+IMAGES = pa.list_(
+    pa.struct(
+        {"digest": pa.string(), "path": pa.string(), "tokens": pa.int32(), "token_id": pa.int32(), "grid": IDS}.items()
+    )
+)
+
+
+def schema_of(method: Method, *, images: bool = False) -> dict[str, pa.DataType]:
+    """Return the columns of prepared rows; `images`: for a model that reads images."""
     distilled = method.evaluates_loss and method.data == "text"
-    return SCHEMAS["distilled" if distilled else "documents" if method.strided else method.data]
+    schema = SCHEMAS["distilled" if distilled else "documents" if method.strided else method.data]
+    return schema | {"images": IMAGES} if images else schema
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,8 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     dropped, notes = Counter[str](), Counter[str]()
     rows = job.rows.take(start, stop)
     encoded = _encode_rows(job, rows, start)
+    if isinstance(job.rows, RawChunk) and any("images" in one.columns for records in encoded for one in records):
+        raise UserError(f"{job.where}: rows have images, which are not read from streams yet. Set `streaming: false`.")
     users = [name for name in ("filter", "transform") if getattr(job.encoder, name)]
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
@@ -168,7 +180,7 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
             if bounded is not None:
                 kept.append(bounded.columns)
                 origin.append((row, number))
-    schema = schema_of(method)
+    schema = schema_of(method, images=job.encoder.setup.images is not None)
     batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
     compared = kept if job.encoder.setup.data.deduplicate else []
     contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in compared]

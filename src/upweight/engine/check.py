@@ -15,7 +15,7 @@ from upweight.engine.packing import Layout
 from upweight.engine.scores import without_padding
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
-from upweight.types import Batch
+from upweight.types import Batch, ImageRef
 
 _FROM_EACH_END = 2  # sequences compared from the start of a batch, and as many from its end
 _MOST_SCORED = 256  # tokens compared in a sequence: the logits of a long one are larger than everything else
@@ -128,6 +128,7 @@ class _Sequence:
     source_T: Tensor
     target_T: Tensor
     where_T: Tensor  # its scored tokens in the batch
+    images: tuple[ImageRef, ...] = ()
 
 
 def _pick_sequences(batch: Batch) -> list[_Sequence]:
@@ -149,14 +150,29 @@ def _pick_sequences(batch: Batch) -> list[_Sequence]:
             path_N = path_N[batch.end_BN.flatten()[path_N] > last]
         where_T = where_T[torch.linspace(0, len(where_T) - 1, min(len(where_T), _MOST_SCORED)).long()]
         source_T = torch.searchsorted(path_N, batch.source_T[where_T])
-        sequences.append(_Sequence(ids[path_N], source_T, batch.target_T[where_T], where_T))
+        images = _images_of(batch, path_N)
+        sequences.append(_Sequence(ids[path_N], source_T, batch.target_T[where_T], where_T, images))
     return sequences
+
+
+def _images_of(batch: Batch, path_N: Tensor) -> tuple[ImageRef, ...]:
+    """Return the images of a sequence in order, from the positions of its tokens in a batch."""
+    if batch.images is None:
+        return ()
+    refs = batch.images.refs
+    of_feature = [number for number, ref in enumerate(refs) for _ in range(ref.tokens)]
+    features = batch.images.feature_I[torch.isin(batch.images.at_I, path_N)].tolist()
+    images: list[ImageRef] = []
+    while features:
+        images.append(refs[of_feature[features[0]]])
+        features = features[images[-1].tokens :]
+    return tuple(images)
 
 
 def _model_logps_or_scores(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
     """Return log-probs from the model's logits of one sequence, or its scores."""
     if not engine.scores:
-        return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)
+        return _model_logps(engine, model, sequence, len(sequence.ids_N), len(sequence.source_T))
     with without_padding(engine.config):
         scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
         if scores.ndim == 3:
@@ -169,20 +185,36 @@ def _model_logps_or_scores(engine: Engine, model: nn.Module, sequence: _Sequence
     return torch.cat(cut)
 
 
-def _model_logps(engine: Engine, model: nn.Module, ids_N: Tensor, source_T: Tensor, target_T: Tensor) -> Tensor:
-    """Return log-probs from the model's logits, computed at the sources only where the model supports that."""
+def _model_logps(engine: Engine, model: nn.Module, sequence: _Sequence, length: int, scored: int) -> Tensor:
+    """Return log-probs of the first `scored` tokens from the model's logits of the first `length` tokens."""
+    ids_1N, source_T = sequence.ids_N[None, :length], sequence.source_T[:scored]
     kept = {"logits_to_keep": source_T} if engine.chooses_logits else {}
-    logits_NV = model(input_ids=ids_N[None], use_cache=False, **kept).logits[0]
+    images = _image_inputs(engine, sequence, ids_1N)
+    logits_NV = model(input_ids=ids_1N, use_cache=False, **kept, **images).logits[0]
     logits_TV = logits_NV if kept else logits_NV[source_T]
-    return logits_TV.float().log_softmax(-1).gather(1, target_T[:, None])[:, 0]
+    return logits_TV.float().log_softmax(-1).gather(1, sequence.target_T[:scored, None])[:, 0]
+
+
+def _image_inputs(engine: Engine, sequence: _Sequence, ids_1N: Tensor) -> dict[str, Tensor]:
+    """Return what the model reads of the images of a sequence, whose first tokens are `ids_1N`."""
+    if not sequence.images or engine.images is None:
+        return {}
+    token_id = sequence.images[0].token_id
+    left, images = int((ids_1N == token_id).sum()), []
+    for image in sequence.images:
+        if left >= image.tokens:
+            images.append(image)
+            left -= image.tokens
+    if not images:
+        return {}
+    return engine.images.plain_inputs([images], ids_1N)
 
 
 def _change_without_suffix(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
     """Return how much log-probs in the first half of a sequence change when the second half is cut off."""
     half = len(sequence.source_T) // 2 + 1
-    source_T, target_T = sequence.source_T[:half], sequence.target_T[:half]
-    cut_N = sequence.ids_N[: int(source_T[-1]) + 1]
-    whole, cut = (_model_logps(engine, model, ids, source_T, target_T) for ids in (sequence.ids_N, cut_N))
+    lengths = len(sequence.ids_N), int(sequence.source_T[:half][-1]) + 1
+    whole, cut = (_model_logps(engine, model, sequence, length, half) for length in lengths)
     scaled = scaled_beyond(engine.config)  # rotary embeddings of longer sequences differ with each length
     return (whole - cut).abs() * (scaled is None or len(sequence.ids_N) <= scaled)
 

@@ -15,6 +15,7 @@ from upweight.engine.attention.interface import Tree, tree_masks, use_tree_atten
 from upweight.engine.context_parallel import ContextGroup, ShardedTree, require_shareable
 from upweight.engine.divergences import COMPARED, LISTED, Teacher, TeacherStates
 from upweight.engine.head import run_head
+from upweight.engine.image_rows import image_rows
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import (
     STATISTICS,
@@ -33,6 +34,7 @@ from upweight.models.kernels.expert_lora import add_expert_adapters
 from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
 from upweight.models.patches import add_adapters_in_place, end_shard_group, rope_row_lengths
+from upweight.models.processor import ImageReader
 from upweight.types import Batch, Divergence, Outputs
 
 
@@ -48,16 +50,19 @@ class Engine:
         layout: Literal["auto", "tree", "padded"] = "auto",
         longest: int | None = None,
         context: ContextGroup | None = None,  # its ranks share each row of trees
+        images: ImageReader | None = None,  # None: rows have no images
     ) -> None:
         """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
         base = unwrap_peft(model)
-        self.layout: Layout = choose_layout(base, layout, longest)
-        self.context = context
+        self.layout: Layout = choose_layout(base, layout, longest, reads_images=images is not None)
+        self.context, self.images = context, images
         if context is not None:
             require_shareable(base.config, context.size)
             if self.layout != "tree":
                 name = type(base).__name__
                 raise UserError(f"context_parallel_size: cannot share {name}, whose rows are padded; set it to 1")
+            if images is not None:
+                raise UserError("context_parallel_size: rows with images cannot be shared by ranks; set it to 1")
         self.config = base.config
         self.scores = base.get_output_embeddings() is None
         self.router_loss = None if self.scores else router_loss_of(base)
@@ -93,6 +98,7 @@ class Engine:
         assert batch.end_BN is None or self.layout == "tree", "this architecture takes padded rows"
         names = ("ids_BN", "position_BN", "end_BN", "length_B", "source_T", "target_T")
         packed = {name: getattr(batch, name) for name in names} | {
+            "images": self._read_images(batch),
             "context": None if batch.end_BN is None else self.context,
             "statistics": tuple(sorted(statistics)),
             "temperature": float(temperature),
@@ -105,6 +111,19 @@ class Engine:
             "top_k": self.router_loss.top_k if routers and self.router_loss is not None else 0,
         }
         return Outputs(**model(packed=packed))
+
+    def _read_images(self, batch: Batch) -> dict[str, Any] | None:
+        """Return the pixels of a batch's images, and where their features lie."""
+        if batch.images is None:
+            return None
+        assert self.images is not None, "the engine has nothing to read images with"
+        if self.scores:
+            raise UserError("score heads are trained on texts: images are read by language models only")
+        device = batch.ids_BN.device
+        inputs = {name: value.to(device) for name, value in self.images.inputs(batch.images.refs).items()}
+        return {"inputs": inputs} | {
+            name: getattr(batch.images, name) for name in ("at_I", "feature_I", "position_3BN")
+        }
 
     def teacher_states(self, model: nn.Module, batch: Batch) -> TeacherStates:
         """Return the states of a frozen model at the scored tokens, and what turns them into logits."""
@@ -223,23 +242,32 @@ def _run_body(call: Any, base: PreTrainedModel, packed: dict[str, Any], **option
     # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
     if budget is not None and context is None:
         budget.choose_kept_layers(ids_BN.numel())
+    inputs: dict[str, Any] = {"input_ids": ids_BN}
+    if end_BN is not None:
+        use_tree_attention(base)
+    if packed["images"] is not None:
+        rows = image_rows(base, packed["images"], ids_BN)
+        call, inputs = rows.call, rows.inputs
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         with rope_row_lengths(length_B):
-            return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
-    use_tree_attention(base)
+            return call(**inputs, attention_mask=mask.long(), use_cache=False, **options)
     position_BN = packed["position_BN"]
     tree = Tree(end_BN, position_BN) if context is None else ShardedTree(end_BN, position_BN, context)
-    ids_BN, position_BN = tree.local(ids_BN), tree.local(position_BN)
+    if packed["images"] is None:
+        inputs = {"input_ids": tree.local(ids_BN)}
+    inputs = {"position_ids": tree.local(position_BN)} | inputs
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
-    mask = torch.ones_like(ids_BN)
+    mask = torch.ones_like(tree.local(ids_BN))
     with tree_masks(tree):
-        return call(input_ids=ids_BN, attention_mask=mask, position_ids=position_BN, use_cache=False, **options)
+        return call(**inputs, attention_mask=mask, use_cache=False, **options)
 
 
 def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
+    if packed["images"] is not None:
+        raise UserError(f"{type(base).__name__}: the head is more than a projection, and images cannot be trained on")
     output = _run_body(base.__dict__["_stock_forward"], base, packed)
     logits_TV, teacher = output.logits.flatten(0, 1)[packed["source_T"]], packed["teacher"]
     if isinstance(teacher, TeacherStates):

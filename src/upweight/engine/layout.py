@@ -9,6 +9,7 @@ from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap, scale_rope_by_row_length
+from upweight.models.vision import vision_family
 
 _KIND_FIELDS = ("layer_types", "layers_block_type", "block_types")
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
@@ -16,9 +17,11 @@ _ONLY_WITH_DROPOUT = {"reformer"}  # gradients in training mode alone, where no 
 _READS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
 
 
-def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | None:
+def why_not_trees(base: PreTrainedModel, longest: int | None = None, *, reads_images: bool = False) -> str | None:
     """Return why this architecture cannot share prefixes of sequences with `longest` tokens, or None when it can."""
-    config = base.config.get_text_config()
+    config, family = base.config.get_text_config(), vision_family(base.config)
+    if reads_images and family is not None and family.sees_whole_image:
+        return "tokens of an image see each other in both directions"
     kinds = {kind for name in _KIND_FIELDS for kind in getattr(config, name, None) or ()}
     if mixing := sorted(kinds - _ATTENTION_KINDS):
         return f"it has layers of kind {', '.join(mixing)}, which mix tokens outside attention"
@@ -53,7 +56,13 @@ def scaled_beyond(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
-def choose_layout(base: PreTrainedModel, layout: Literal["auto", "tree", "padded"], longest: int | None) -> Layout:
+def choose_layout(
+    base: PreTrainedModel,
+    layout: Literal["auto", "tree", "padded"],
+    longest: int | None,
+    *,
+    reads_images: bool = False,
+) -> Layout:
     """Choose the layout, prepare the model's attention for it, and warn when prefixes are not shared."""
     if base.config.is_encoder_decoder:
         raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
@@ -64,7 +73,9 @@ def choose_layout(base: PreTrainedModel, layout: Literal["auto", "tree", "padded
         )
     keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
-    reason = why_not_trees(base, longest) if layout != "padded" else "the settings ask for it"
+    reason = (
+        why_not_trees(base, longest, reads_images=reads_images) if layout != "padded" else "the settings ask for it"
+    )
     if reason is not None:
         if layout == "tree":
             raise UserError(f"{type(base).__name__} cannot share prefixes: {reason}. Set `layout: auto`.")

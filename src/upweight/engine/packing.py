@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from upweight.engine.images import batch_images, fold_keys
 from upweight.types import Batch, Sample, Unit
 
 Layout = Literal["tree", "padded"]
@@ -47,6 +48,8 @@ def build_batch(
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
     batch = _assemble_batch(units, samples, predict, tokens)
+    if (images := batch_images(samples, tokens.paths, tuple(tokens.ids_BN.shape))) is not None:
+        batch = replace(batch, images=images)
     if weighs is None:
         return batch
     counted = [path for path, sample in zip(tokens.paths, samples, strict=True) if weighs(sample)]
@@ -127,7 +130,7 @@ def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout
 
 def row_tokens(units: Sequence[Unit], layout: Layout = "tree") -> int:
     """Return the tokens of the row that `build_batch` builds of these units: distinct ones, or samples x longest."""
-    sequences = [sample.ids for unit in units for sample in unit.samples]
+    sequences = fold_keys([sample for unit in units for sample in unit.samples])
     if layout == "padded":
         return len(sequences) * max(map(len, sequences))
     return sum(map(len, sequences)) - int(sorted_with_shared(sequences)[1].sum())
@@ -184,12 +187,15 @@ def sorted_with_shared(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[int
 
 def _tree_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | None) -> _Tokens:
     """Fold samples into trees in one row."""
-    forest = fold([sample.ids for sample in samples])
+    forest = fold(fold_keys(samples))
     length = len(forest.ids_N)
     width = max(1, length if pad_to is None else pad_to(length))
     ids, position = np.zeros((2, width), np.int64)
     end = np.arange(1, width + 1)  # a padding token sees only itself
     ids[:length], position[:length], end[:length] = forest.ids_N, forest.position_N, forest.end_N
+    for sample, path in zip(samples, forest.paths, strict=True):
+        if sample.images:  # which folded by the numbers of its images
+            ids[path] = sample.ids
     ids_BN, position_BN, end_BN = (torch.from_numpy(row)[None] for row in (ids, position, end))
     return _Tokens(ids_BN, position_BN, end_BN, None, forest.paths)
 
@@ -271,7 +277,7 @@ class _Costs:
 
 def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[list[int]], _Costs]:
     """Return the atoms of rows (groups, or the units of groups that are too large), neighbours sharing most tokens."""
-    sequences = [sample.ids for unit in units for sample in unit.samples]
+    sequences = fold_keys([sample for unit in units for sample in unit.samples])
     order, shared = sorted_with_shared(sequences)
     index = np.empty(len(order), np.int64)
     index[order] = np.arange(len(order))

@@ -81,7 +81,11 @@ def _converter() -> tuple[str, ...]:
     if folder := os.environ.get(PLACE):
         script = Path(folder).expanduser() / CONVERTER
         if not script.is_file():
-            raise UserError(f"{PLACE}: {folder} holds no {CONVERTER}; name a checkout of llama.cpp")
+            raise UserError(
+                f"{PLACE}: {folder} holds no {CONVERTER}; name a checkout of llama.cpp, or get one "
+                f"(tested with that of {TESTED}):\n  {GET_CONVERTER}"
+            )
+        _require_packages(script)
         return _python(), str(script)
     if command := shutil.which(CONVERTER):
         return (command,)
@@ -89,6 +93,22 @@ def _converter() -> tuple[str, ...]:
     raise UserError(
         f"{no_package}. Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}"
     )
+
+
+def _require_packages(script: Path) -> None:
+    """Raise, with the command that gets them, where the converter's interpreter lacks packages."""
+    needed = ["torch", "transformers", *([] if (script.parent / "gguf-py").is_dir() else ["gguf"])]
+    look = "import sys; from importlib.util import find_spec; print(*[n for n in sys.argv[1:] if not find_spec(n)])"
+    try:
+        done = subprocess.run([_python(), "-c", look, *needed], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"{PYTHON}: {_python()} does not run ({error}); name a Python interpreter") from error
+    if missing := done.stdout.split():
+        raise UserError(
+            f"llama.cpp's {CONVERTER} runs in {_python()}, which lacks {', '.join(missing)}. Get what it needs:\n"
+            f"  {_python()} -m pip install {' '.join(missing)} sentencepiece protobuf\n"
+            f"or name another interpreter in {PYTHON}."
+        )
 
 
 def _quantiser() -> tuple[str, ...]:

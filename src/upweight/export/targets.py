@@ -18,10 +18,15 @@ from upweight.export.llama_cpp import Tools, find_tools, write_gguf
 from upweight.export.modelfile import modelfile
 from upweight.files import write_text
 from upweight.heartbeat import activity
+from upweight.log import logger
 from upweight.models.adapters.merge import AdapterFolder
 
 TARGETS = ("folder", "gguf", "ollama", "vllm", "hub")
 KIND = {"gguf": "q8_0", "ollama": "q4_k_m"}  # types of weights that are written where none is named
+GET = {  # for machines without the program
+    "ollama": "curl -fsSL https://ollama.com/install.sh | sh (or https://ollama.com/download)",
+    "vllm": "pip install vllm, in an environment of its own (upweight serve --backend vllm --python ITS_PYTHON)",
+}
 SINGLE_SCORES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -54,6 +59,7 @@ def run_export(trained: Trained, wanted: Export) -> list[str]:
     if wanted.target == "vllm":
         _require_answers(output, "vllm serve")
         lines.append(serve_line(output))
+        _name_missing("vllm")
     return lines
 
 
@@ -82,6 +88,7 @@ def _to_llama_cpp(trained: Trained, wanted: Export, kind: str) -> list[str]:
         _write_ollama(trained, part, kind, tools)
         part.replace(folder)
     create = f"ollama create {name} -f {shlex.quote(str(folder / 'Modelfile'))}"
+    _name_missing("ollama")
     return [str(folder), create, f"ollama run {name}"]
 
 
@@ -94,6 +101,12 @@ def _write_ollama(trained: Trained, folder: Path, kind: str, tools: Tools) -> No
         text = modelfile(weights, tokenizer, _ends(model, tokenizer), getattr(config, "max_position_embeddings", None))
         write_gguf(model, weights, kind, tools)
     (folder / "Modelfile").write_text(text, encoding="utf-8")
+
+
+def _name_missing(program: str) -> None:
+    """Name the command that gets the program of the printed lines, where it is not on this machine."""
+    if shutil.which(program) is None:
+        logger.info("%s, which the lines below need, is not on the path here; get it: %s", program, GET[program])
 
 
 def _to_hub(trained: Trained, wanted: Export) -> list[str]:

@@ -11,17 +11,21 @@ from transformers import PreTrainedTokenizerBase
 
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
+from upweight.data.encode import row_images
+from upweight.data.images import COLUMNS, MARKS, expanded
 from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Conversation, MessageReader
 from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
+from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.inference.score import load_trained
 from upweight.log import logger
 from upweight.models.modules import unwrap_peft
+from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.in_process import InProcess
-from upweight.types import Completion, Prompts, Sampling
+from upweight.types import Completion, ImageRef, Prompts, Sampling
 
 NEW_TOKENS = 512  # default limit, if the model has room for as many
 
@@ -46,6 +50,7 @@ class TextGenerator:
         self._tokenizer, self._tokens = tokenizer, TextTokens(tokenizer, data.eot_tokens)
         self._template = chat_template(data, entry, tokenizer, folder or Path())
         self._reader = MessageReader(entry, system or data.default_system_message)
+        self._images = row_images(data, entry, tokenizer, folder or Path())
         known = bool(self._template.source or tokenizer.chat_template)
         self.raw, self.templated, self._new_tokens = raw, known and not raw, new_tokens
         if system and not self.templated:
@@ -55,27 +60,46 @@ class TextGenerator:
         base = unwrap_peft(model)
         self._limit: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
         self._ends = eos_token_ids(base, tokenizer) | self._tokens.turn_ends | self._turn_end()
-        self._sampler = InProcess(model, tokenizer, end_ids=self._ends)
+        engine = Engine(model, images=image_reader(tokenizer))
+        self._sampler = InProcess(model, tokenizer, engine=engine, end_ids=self._ends)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self._images is not None
 
     def encode(self, row: Mapping[str, Any], *, raw: bool = False) -> list[int]:
         """Encode the `prompt` of a row, text or messages, as token ids; raise a RowError if it cannot be used.
 
         With `raw`, the text is continued as it is, also where the generator puts texts into the chat template.
         """
-        prompt = row.get("prompt")
+        return self.encode_with_images(row, raw=raw)[0]
+
+    def encode_with_images(
+        self, row: Mapping[str, Any], *, raw: bool = False
+    ) -> tuple[list[int], tuple[ImageRef, ...]]:
+        """Encode the `prompt` of a row with the images of its columns and messages, if the model reads images."""
+        prompt, loaded = row.get("prompt"), []
         if isinstance(prompt, str) and not prompt.strip():
             raise RowError("prompt", "text, got an empty one")
+        if self._images is not None:
+            has_column = any(row.get(name) is not None for name in COLUMNS)
+            if has_column and self.templated and isinstance(prompt, str):
+                row = {**row, "prompt": [{"role": "user", "content": prompt}]}
+            row, loaded = self._images(row)
+            prompt = row.get("prompt")
         if raw or self.raw or (isinstance(prompt, str) and not self.templated):
             text = checked_text(prompt, "prompt")
         else:
             messages = self._reader.messages(prompt, "prompt")
             text = self._template.prompt(self._reader.conversation(Row(row), messages))
-        ids = self._tokens.with_bos(self._tokens.ids([text])[0])
+        refs = tuple(loaded[int(number)][0] for number in MARKS.findall(text)) if loaded else ()
+        ids = self._tokens.with_bos(self._tokens.ids([expanded(text, loaded)])[0])
         wanted = self._new_tokens or 1
         if self._limit is not None and len(ids) + wanted > self._limit:
             follow = f"the model has {self._limit} positions, and {wanted} new tokens are to follow"
             raise RowError("prompt", f"at most {self._limit - wanted} tokens ({follow}), got {len(ids)}")
-        return ids
+        return ids, refs
 
     def __call__(
         self,
@@ -96,7 +120,8 @@ class TextGenerator:
         for room in dict.fromkeys(rooms):
             numbers = [number for number, size in enumerate(rooms) if size == room]
             seed = None if sampling.seed is None else sampling.seed + numbers[0]
-            drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed)
+            images = tuple(sampling.images[number] for number in numbers) if sampling.images else ()
+            drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed, images=images)
             listener = _TextStream(self._decode, on_text) if on_text and numbers[0] == 0 else None
             out = self._sampler.generate([prompts[n] for n in numbers], count, drawn, on_tokens=listener)
             for number, group in zip(numbers, out, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 from pydantic import model_validator
 
 from upweight.lazy_torch import Tensor, torch
-from upweight.methods.users.function import Call
+from upweight.methods.users.function import Call, UserFunction
 from upweight.settings import Section, setting
 from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
 
@@ -135,6 +135,13 @@ class Method(Section, ABC):
     def advantage_function(self) -> Call | None:
         """The user's function that takes the place of `advantages`; None where there is none."""
         return None
+
+    @property
+    def user_code(self) -> list[str]:
+        """The users' code that the loss comes from: this class, if it is theirs, and functions among its settings."""
+        settings = [one if isinstance(one, tuple | list) else [one] for _, one in self]
+        functions = [one.name for values in settings for one in values if isinstance(one, UserFunction)]
+        return [self.name, *functions] if "." in self.name else functions
 
     @property
     def reference_sync(self) -> ReferenceSync | None:

@@ -21,6 +21,7 @@ from upweight.methods.base import (
 from upweight.methods.formulas import dpo_losses
 from upweight.methods.formulas.dpo_losses import Divergence, LossType
 from upweight.methods.users import terms
+from upweight.methods.users.cut import warn_if_cut_matters
 from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
@@ -114,7 +115,9 @@ class DPO(WithReference, Method):
             elif call := self.calls.get(_key(number)):
                 values = terms.pair_values(terms.Padded(batch), out, batch, policy_P2, ref_P2)
                 term_P, metrics = terms.checked_term(call, call(values, self), out, pairs=tuple(loss_P.shape))
-                terms.require_finite(call, term_P)
+                every_P = torch.ones_like(term_P, dtype=torch.bool)
+                terms.require_finite(call, term_P, every_P)
+                warn_if_cut_matters(call, values, self, term_P, every_P)
                 loss_P = loss_P + weight * term_P
                 user_metrics |= {metric: Mean.of(value) for metric, value in metrics.items()}
             else:

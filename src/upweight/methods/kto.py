@@ -8,6 +8,7 @@ from pydantic import model_validator
 from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, WithReference, required, reward_metrics, sequence_sum
 from upweight.methods.users import terms
+from upweight.methods.users.cut import warn_if_cut_matters
 from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
@@ -109,9 +110,11 @@ class KTO(WithReference, Method):
             "kl": lambda: prepared["kl"],
         }
         term_S, metrics = terms.checked_term(call, call(values, self), out, sequences=pad.shape[:1])
-        term_S = torch.where(labelled_S, term_S, 0.0)
-        terms.require_finite(call, term_S)
-        return term_S, {name: Mean.over(value, labelled_S) for name, value in metrics.items()}
+        terms.require_finite(call, term_S, labelled_S)
+        warn_if_cut_matters(call, values, self, term_S, labelled_S)
+        return torch.where(labelled_S, term_S, 0.0), {
+            name: Mean.over(value, labelled_S) for name, value in metrics.items()
+        }
 
     def _metrics(self, out: Outputs, batch: Batch, reward_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
         logps_S = sequence_sum(required(out.logps_T), batch)

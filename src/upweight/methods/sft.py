@@ -8,6 +8,7 @@ from pydantic import field_validator, model_validator
 from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, required, scalar, sequence_sum
 from upweight.methods.users import terms
+from upweight.methods.users.cut import warn_if_cut_matters
 from upweight.methods.users.function import OPTIONS, OPTIONS_HELP, Call, UserFunction, bind
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
@@ -59,12 +60,14 @@ class SFT(Method):
     def _user_loss(self, call: Call, out: Outputs, batch: Batch) -> Loss:
         """Return the user's terms: of tokens, or of sequences."""
         pad, scored_T = terms.Padded(batch), torch.ones_like(batch.sequence_T, dtype=torch.bool)
-        result = call(terms.token_values(pad, out, batch, scored_T), self)
-        term, metrics = terms.checked_term(call, result, out, tokens=pad.shape, sequences=pad.shape[:1])
+        values = terms.token_values(pad, out, batch, scored_T)
+        term, metrics = terms.checked_term(call, call(values, self), out, tokens=pad.shape, sequences=pad.shape[:1])
         kept_S = has_tokens(batch)
+        kept = values["mask"]() if term.ndim == 2 else kept_S
+        terms.require_finite(call, term, kept)
+        warn_if_cut_matters(call, values, self, term, kept)
         metrics = terms.token_metrics(metrics, pad, scored_T, kept_S) | {"entropy": Mean.of(required(out.entropy_T))}
         unit, term = ("tokens", pad.flat(term)) if term.ndim == 2 else ("sequences", torch.where(kept_S, term, 0.0))
-        terms.require_finite(call, term)
         return Loss({"tokens": 0 * term.sum(), "sequences": 0 * term.sum(), unit: term.sum()}, metrics)
 
 

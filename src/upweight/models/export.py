@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from upweight.errors import UserError
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import computed_weights
+from upweight.models.processor import save_processor
 from upweight.models.shards import any_sharded, gathered_weights
 
 
@@ -37,7 +38,7 @@ def save_model(
         model.config.dtype = dtype
         model.config.save_pretrained(str(folder))
     if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
+        save_processor(tokenizer, str(folder))
 
 
 def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:

@@ -4,11 +4,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
 
+from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 
@@ -78,3 +80,14 @@ def _demo_files() -> Iterator[Path]:
     roots = dict.fromkeys([here, *here.parents, Path(__file__).parents[3]])
     for root in roots:
         yield from sorted((root / DEMO_MODELS).glob("*/*.gguf"))
+
+
+@contextmanager
+def hub_errors(problem: str) -> Iterator[None]:
+    """Raise errors of the hub as a `UserError` that names the key."""
+    try:
+        yield
+    except Exception as error:  # errors of the hub and of its HTTP library have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        remedy = "Log in with `hf auth login`, correct the name, or drop it."
+        raise UserError(f"hub_model_id: {problem}: {reason}. {remedy}") from error

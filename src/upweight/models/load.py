@@ -26,6 +26,7 @@ from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.patches import keep_soft_cap
+from upweight.models.vision import require_family, vision_family
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
@@ -86,15 +87,25 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
+            if files := sorted(Path(source).glob("*.gguf")):
+                remedy = f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
         elif is_offline():
-            here = "; ".join(models_here()) or "none"
-            remedy = f"it is not on this machine, and the hub is not asked. Name one of those here with {key}: {here}"
+            remedy = f"it is not on this machine, and the hub is not asked. {_models_to_name(key)}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
                 f"then log in with `hf auth login`): {first}"
             )
         raise UserError(f"{key}: could not load the {what} of {source!r}: {remedy}") from error
+
+
+def _models_to_name(key: str) -> str:
+    if here := models_here():
+        return f"Name one of those here with {key}: {'; '.join(here)}"
+    return (
+        "No other model is here either: get one where there is a network (`hf download ORGANISATION/MODEL --local-dir "
+        f"FOLDER`), bring the folder, and name it with {key}"
+    )
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -132,7 +143,7 @@ def load_model(
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
-    options: dict[str, Any] = {**_hub_options(section), **section.load_options, **_attention_args(section.attention)}
+    options: dict[str, Any] = {**hub_options(section), **section.load_options, **_attention_args(section.attention)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
     if gguf_file is not None:  # dequantised, so that weights can be trained
@@ -143,7 +154,7 @@ def load_model(
     set_seed(seed)
     try:
         with load_failures("base_model", source, "weights"):
-            model, report = model_class(section, head).from_pretrained(
+            model, report = model_class(section, head, config).from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
     except TypeError as error:
@@ -177,22 +188,17 @@ def _attention_args(name: str | None) -> dict[str, str]:
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the model's config with the settings' overrides; models that read more than text are refused."""
+    """Return the model's config with the settings' overrides; unknown kinds of vision and audio models are refused."""
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
         source, gguf_file = resolve_source(section.config_source, None, "base_model_config")
     with load_failures("base_model_config" if section.config_source else "base_model", source, "config"):
         if gguf_file is None:
-            config = AutoConfig.from_pretrained(source, **_hub_options(section))
+            config = AutoConfig.from_pretrained(source, **hub_options(section))
         else:
             written = (Path(source) / gguf_file).stat().st_mtime_ns if Path(source).is_dir() else 0
-            config = copy.deepcopy(_gguf_config(source, gguf_file, tuple(_hub_options(section).items()), written))
-    modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
-    if modalities:
-        raise UserError(
-            f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model; only text models are "
-            "trained: name its text-only variant"
-        )
+            config = copy.deepcopy(_gguf_config(source, gguf_file, tuple(hub_options(section).items()), written))
+    require_family(config, source)
     if section.ternary:  # the saved config has it too, so that the model loads as it was trained
         ternary = transformers.BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online").to_dict()
         config.quantization_config = getattr(config, "quantization_config", ternary)
@@ -250,14 +256,16 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _hub_options(section: ModelSection) -> dict[str, Any]:
+def hub_options(section: ModelSection) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that choose a version on the hub."""
     revision = {} if section.revision is None else {"revision": section.revision}
     return {"trust_remote_code": section.trust_remote_code, **revision}
 
 
-def model_class(section: ModelSection, head: Head) -> Any:
+def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | None = None) -> Any:
     """Return the transformers class that loads the model with this head."""
-    name = section.model_class or AUTO_CLASSES[head]
+    reads_images = config is not None and vision_family(config) is not None and head == "tokens"
+    name = section.model_class or ("AutoModelForImageTextToText" if reads_images else AUTO_CLASSES[head])
     chosen = getattr(transformers, name, None)
     if chosen is None:
         raise UserError(f"model_type: transformers has no class {name!r}; this method trains {AUTO_CLASSES[head]}")

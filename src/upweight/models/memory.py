@@ -21,6 +21,7 @@ USUAL_OPTIMIZER = "adamw"  # two moments in float32
 TrainedWeights = Literal["all", "lora", "qlora"]
 QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
 HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
+MIN_TOKEN_BUDGET = 256  # below which a step that ran out of memory is not tried again
 LESS_MEMORY = (  # remedies, the cheapest first
     "'gradient_checkpointing: true'; 'activation_offloading: true'; a shorter 'sequence_len' or "
     "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
@@ -56,7 +57,7 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
     with torch.device("meta"):
-        model = model_class(section, head).from_config(config)
+        model = model_class(section, head, config).from_config(config)
     names = set(linear_names(model))
     linear: Counter[str] = Counter()
     inside = 0
@@ -155,3 +156,9 @@ def longest(shape: Shape, memory: Memory, card: float, *, checkpointing: bool, s
     """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
     free = USABLE_SHARE * card - memory.weights - memory.training
     return max(int(free / shape.activation_bytes[checkpointing] / sequences), 0) if free > HEAD_CHUNK else 0
+
+
+def out_of_memory(where: str, budget: int) -> str:
+    """Return the error message with the remedies, cheapest first."""
+    halved = f"set 'token_budget: {max(budget // 2, MIN_TOKEN_BUDGET)}'"
+    return f"out of GPU memory {where} with token_budget {budget}. In this order: {halved}; {LESS_MEMORY}."

@@ -14,6 +14,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.load import load_failures, resolve_source
+from upweight.models.processor import with_processor
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>", "<|finetune_right_pad_id|>", "<|endoftext|>")
@@ -49,7 +50,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     tokenizer.add_tokens(section.new_tokens)
     if section.special_tokens.pad_token is None:
         choose_padding(tokenizer)
-    return tokenizer
+    return with_processor(tokenizer, section)
 
 
 def _set_mistral_tokens(tokenizer: Any) -> None:

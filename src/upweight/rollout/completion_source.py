@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from upweight.data.images import image_refs
 from upweight.types import Completion, Completions, Generator, Group, GroupDone, Prompts, Sampling
 
 
@@ -18,6 +19,12 @@ class CompletionSource(Protocol):
 
     def close(self) -> None:
         """Release what calls have opened; a later call opens it again."""
+
+
+def with_images(sampling: Sampling, groups: Sequence[Group]) -> Sampling:
+    """Return the sampling with the images of the groups' prompts, if any has some."""
+    images = tuple(image_refs(group.row) for group in groups)
+    return replace(sampling, images=images) if any(images) else sampling
 
 
 @dataclass
@@ -33,7 +40,7 @@ class SingleTurn(CompletionSource):
                 done(index)
 
         assert self.generator is not None, "this process does not sample"
-        prompts = [group.prompt_ids for group in groups]
+        prompts, sampling = [group.prompt_ids for group in groups], with_images(sampling, groups)
         by_prompt = self.generator.generate(prompts, count, sampling, take if done is not None else None)
         for group, completions in zip(groups, by_prompt, strict=True):
             group.completions = completions

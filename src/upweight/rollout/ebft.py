@@ -15,6 +15,7 @@ from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.episodes.token_stream import TokenStream, build_completion
 from upweight.sampler.decode import Decoder, Grid
+from upweight.sampler.forward import CachedForward
 from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
@@ -148,7 +149,7 @@ class StridedBlocks(CompletionSource):
     def _sample_batch(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
         """Prefill each document once, then decode one token of every block of all documents at each step."""
         device = self.device or unwrap_peft(self.model).device
-        self._decoder = decoder = self._decoder or Decoder(unwrap_peft(self.model), device)
+        self._decoder = decoder = self._decoder or Decoder(CachedForward(unwrap_peft(self.model), device))
         block_length, members = sampling.max_new_tokens, max(len(each) for each in starts) * count
         documents = [group.prompt_ids[: each[-1]] for group, each in zip(groups, starts, strict=True)]
         anchor_GM = torch.ones(len(groups), members, dtype=torch.long)

@@ -17,7 +17,7 @@ from upweight.heartbeat import activity
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.scorer import RewardResult, Scorer
-from upweight.rollout.completion_source import CompletionSource
+from upweight.rollout.completion_source import CompletionSource, with_images
 from upweight.rollout.credit import credit_tokens
 from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.plan import Plan, PromptOrder
@@ -26,7 +26,7 @@ from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.scoring import assign_rewards, reward_call
 from upweight.rollout.summary import has_signal, join_metrics, summary
 from upweight.rollout.user_advantages import add_user_advantages
-from upweight.types import Group, Prompts, Sampling
+from upweight.types import Compiles, Group, Prompts, Sampling
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Producer:
     reroll: Reroll | None = None
     longest: Callable[[Sequence[Group]], int] | None = None  # the limit of new tokens for these prompts
     check_sampling: Callable[[Prompts, Sampling, Callable[[Any], list[Any]]], None] | None = None  # on all ranks
+    compiles: Compiles | None = None  # the sampling backend, if it is one that compiles
     num_rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
@@ -172,16 +173,20 @@ class Producer:
         groups: list[Group] = []
         for number in numbers:
             row = rows[number]
-            groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "ids"])))
+            groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "input_ids"])))
         mine = self.ranks.share(len(groups))
         # One seed for all ranks and the position of this rank's share: any number of ranks samples the same.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
         sampling = dataclasses.replace(self.sampling, seed=seed, first=mine.start)
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
+        compiled = 0.0 if self.compiles is None else self.compiles.compile_seconds
         if self.check_sampling is not None:
-            self.check_sampling([group.prompt_ids for group in groups], sampling, self.ranks.gather)
+            prompts = [group.prompt_ids for group in groups]
+            self.check_sampling(prompts, with_images(sampling, groups), self.ranks.gather)
         metrics = self._fill_groups(groups[mine], count, sampling, trainer_state)
+        if self.compiles is not None:
+            metrics["rollout/compile_seconds"] = self.compiles.compile_seconds - compiled
         shares = self.ranks.gather((groups[mine], metrics))
         return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)
 

@@ -13,7 +13,7 @@ TOKEN_COLUMNS = (
     "prompt_ids",
     "teacher_prompt_ids",
     "truth_ids",
-    "ids",
+    "input_ids",
     "loss_mask",
 )  # of a row; other columns have the same as text
 

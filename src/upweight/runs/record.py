@@ -24,12 +24,12 @@ GPU_LOST = ("GPU is lost", "fallen off the bus", "uncorrectable ECC error", "no 
 
 def about(trainer: Any) -> dict[str, Any]:
     """Return the planned steps, rows and ranks of a training for its record."""
-    steps, held_out = trainer.args.max_steps, trainer.eval_dataset
+    steps, held_out = trainer.args.max_steps, trainer.eval_rows
     if steps <= 0:
         steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
     return {
         "max_steps": steps,
-        "rows": _length(trainer.train_dataset),
+        "rows": _length(trainer.train_rows),
         "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
         "ranks": trainer.args.world_size,
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,31 @@ from upweight.models.modules import context_value
 Caches = tuple[Tensor, Tensor, Tensor, Tensor]
 # The call's number in a forward, query [B, heads, N, width], key and value of as many or fewer heads -> like the query.
 CallAttention = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
+
+
+class Rotation(NamedTuple):
+    """The rotation of queries and keys by position, [slots, 1, width] each, and the weights of norms before it."""
+
+    cos: Tensor
+    sin: Tensor
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 0.0
+
+
+@runtime_checkable
+class RotatingAttention(Protocol):
+    """Attention that also takes queries and keys as their projections give them."""
+
+    def __call__(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Attend with query and key as they are."""
+        ...
+
+    def attend_rotated(  # noqa: PLR0917 - as `CallAttention`, with one argument more
+        self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rotation: Rotation
+    ) -> Tensor:
+        """Norm and rotate query and key, and attend."""
+        ...
 
 
 class CustomAttention:
@@ -45,6 +71,12 @@ def attention_op(context: CallAttention, position_BN: Tensor) -> Iterator[Custom
     attention = CustomAttention(context, position_BN)
     with context_value(_running, attention):
         yield attention
+
+
+def running_attention() -> tuple[int, CallAttention]:
+    """Return the number of the next attention call in the forward that runs, and what computes it."""
+    running = _running.get()
+    return next(running.calls), running.context
 
 
 @torch.library.custom_op("upweight::attend", mutates_args=())
@@ -124,3 +156,33 @@ def _softmax_by_steps(query: Tensor, caches: Caches, bias_GMK: Tensor, params: A
     on_new = share[..., length:end].reshape(slots, key_heads, repeat, -1) @ new_value
     out = on_prompt.view(by_head).transpose(1, 2) + on_new.view(by_member)
     return out.reshape(slots, heads, 1, -1)
+
+
+def paged_attention(
+    query: Tensor, pools: tuple[Tensor, Tensor], table_BT: Tensor, length_B: Tensor, params: AttentionParams
+) -> Tensor:
+    """Attend with a query [slots, heads, 1, width] to the keys of each slot up to position `length_B`, its newest.
+
+    `pools`: keys and values [pages, key heads, tokens of a page, width]; `table_BT`: the pages of each slot, in order.
+    """
+    size = pools[0].shape[2]
+    used = int(length_B.max()) // size + 1
+    table_BT = table_BT[:, :used].long()
+    key, value = (pool[table_BT].transpose(1, 2).flatten(2, 3) for pool in pools)  # [slots, heads, K, width]
+    column_K = torch.arange(used * size, device=query.device)
+    seen_BK = column_K <= length_B[:, None]
+    if params.rule.window is not None:
+        seen_BK &= length_B[:, None] - column_K < params.rule.window
+    if params.rule.chunk is not None:
+        seen_BK &= length_B[:, None] // params.rule.chunk == column_K // params.rule.chunk
+    slots, heads, _, _ = query.shape
+    by_head = query.reshape(slots, key.shape[1], heads // key.shape[1], -1)
+    scores = (by_head @ key.transpose(-1, -2)).float().mul_(params.scaling)
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.masked_fill_(~seen_BK[:, None, None], -torch.inf)
+    if params.sinks is not None:
+        column = params.sinks.float().view(1, *by_head.shape[1:3], 1).expand(slots, -1, -1, -1)
+        scores = torch.cat([scores, column], -1)
+    share = scores.softmax(-1)[..., : len(column_K)].to(query.dtype)
+    return (share @ value).reshape(slots, heads, 1, -1)

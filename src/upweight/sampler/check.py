@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from upweight.errors import UserError
-from upweight.types import Completion, Completions, Prompts, Sampling
+from upweight.models.processor import ImageReader
+from upweight.types import Completion, Completions, ImageRef, Prompts, Sampling
 
 _PROMPTS, _COUNT, _NEW_TOKENS, _LONGEST = 2, 2, 24, 2048
 # Wider than for the training forward: one token at a time rounds differently, and a wrong cache is off by 0.1 and more.
@@ -38,6 +39,10 @@ class TrialPrompts:
         long_prompt = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), length))
         chosen = [list(prompt)[:most] for prompt in [*prompts[:_PROMPTS], long_prompt]]
         plain = replace(sampling, max_new_tokens=new, stop_ids=(), stop_strings=(), seed=0, seeds=None, first=0)
+        if sampling.images:  # prompts stay whole: each has all tokens of its images
+            shown = sorted(range(len(prompts)), key=lambda number: not sampling.images[number])[:_PROMPTS]
+            plain = replace(plain, images=tuple(sampling.images[number] for number in shown))
+            return TrialPrompts([list(prompts[number]) for number in shown], plain)
         return TrialPrompts(chosen, plain)
 
 
@@ -59,7 +64,9 @@ class CheckResult:
         return f"gives log-probs that differ by {self.difference:.3g} (limit {self.tolerance:g}) from a plain forward's"
 
 
-def compare_sampling(base: PreTrainedModel, trial: TrialPrompts, draw: Callable[[], Completions]) -> CheckResult:
+def compare_sampling(
+    base: PreTrainedModel, trial: TrialPrompts, draw: Callable[[], Completions], reader: ImageReader | None = None
+) -> CheckResult:
     """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away."""
     # Whether forwards compute in float32: they may read copies of the weights in another dtype.
     embeddings: Any = base.get_input_embeddings()
@@ -67,10 +74,11 @@ def compare_sampling(base: PreTrainedModel, trial: TrialPrompts, draw: Callable[
     exact = dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in base.parameters())
     tolerance = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
     try:
-        differences = [
-            (torch.tensor([completion.logps for completion in group]) - _plain_logps(base, prompt, group, trial)).abs()
-            for prompt, group in zip(trial.prompts, draw(), strict=True)
-        ]
+        differences = []
+        for number, (prompt, group) in enumerate(zip(trial.prompts, draw(), strict=True)):
+            images = trial.sampling.images[number] if trial.sampling.images else ()
+            plain = _plain_logps(base, prompt, group, trial, images, reader)
+            differences.append((torch.tensor([completion.logps for completion in group]) - plain).abs())
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever foreign model code raises
@@ -80,12 +88,21 @@ def compare_sampling(base: PreTrainedModel, trial: TrialPrompts, draw: Callable[
     return CheckResult(float(each.max()), tolerance)
 
 
-def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: TrialPrompts) -> Tensor:
+def _plain_logps(  # noqa: PLR0917
+    base: PreTrainedModel,
+    prompt: list[int],
+    group: list[Completion],
+    trial: TrialPrompts,
+    images: tuple[ImageRef, ...],
+    reader: ImageReader | None,
+) -> Tensor:
     """Return log-probs of completions of one length by the model's forward, without a cache or padding."""
     ids_BN = torch.tensor([prompt + completion.ids for completion in group], device=base.device)
     new = len(group[0].ids)
     can_select = "logits_to_keep" in inspect.signature(type(base).forward).parameters
     kept: dict[str, Any] = {"logits_to_keep": new + 1} if can_select else {}
+    if images and reader is not None:
+        kept |= reader.plain_inputs([images] * len(group), ids_BN)
     logits_BKV = base(input_ids=ids_BN, attention_mask=torch.ones_like(ids_BN), use_cache=False, **kept).logits
     logps_BKV = (logits_BKV[:, -new - 1 : -1].float() / (trial.sampling.temperature or 1.0)).log_softmax(-1)
     return logps_BKV.gather(2, ids_BN[:, -new:, None])[:, :, 0].cpu()

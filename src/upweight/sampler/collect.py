@@ -54,38 +54,46 @@ class CompletionCollector:
         self.count, self._completion_length, self._version = count, completion_length, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
         self.stops, self._done, self._on_tokens = stops, done, on_tokens
-        self._ids_SN = np.zeros((prompts * count, completion_length), np.int64)
-        self._logps_SN = np.zeros((prompts * count, completion_length), np.float32)
+        self._ids_SN = np.zeros((prompts * count, completion_length + 1), np.int64)
+        self._logps_SN = np.zeros((prompts * count, completion_length + 1), np.float32)
         self._length_S = np.zeros(prompts * count, np.int64)
         self._finished_S = np.zeros(prompts * count, np.bool_)
         self.alive_S = np.ones(prompts * count, np.bool_)
         self._unfinished_P = np.full(prompts, count)
 
-    def take(self, start: int, ids_KB: Ints, logps_KB: NDArray[np.float32], slots: Ints) -> None:
-        """Store tokens from number `start` on of the rows in `slots` (-1: none); rows that have ended are skipped."""
-        flat = slots.reshape(-1)
+    def take(self, start: int | Ints, ids_KB: Ints, logps_KB: NDArray[np.float32], slots: Ints) -> None:
+        """Store tokens of the rows in `slots` (-1: none), the first being number `start`; ended rows are skipped."""
+        flat, limit = slots.reshape(-1), self._completion_length
         used = np.flatnonzero((flat >= 0) & self.alive_S[flat])
-        rows, stop = flat[used], start + len(ids_KB)
-        self._ids_SN[rows, start:stop] = ids_KB[:, used].T
-        self._logps_SN[rows, start:stop] = logps_KB[:, used].T
-        is_end = np.isin(self._ids_SN[rows, start:stop], self.ends)
+        rows, block_UK = flat[used], ids_KB[:, used].T
+        start_U = np.broadcast_to(start, flat.shape)[used]
+        # The column behind the last takes the tokens beyond the limit.
+        column_UK = np.minimum(start_U[:, None] + np.arange(len(ids_KB)), limit)
+        self._ids_SN[rows[:, None], column_UK] = block_UK
+        self._logps_SN[rows[:, None], column_UK] = logps_KB[:, used].T
+        is_end = np.isin(block_UK, self.ends) & (column_UK < limit)
         ended = np.logical_or.reduce(is_end, 1)
-        length = np.where(ended, start + is_end.argmax(1) + 1, stop)
+        stop_U = np.minimum(start_U + len(ids_KB), limit)
+        length = np.where(ended, start_U + is_end.argmax(1) + 1, stop_U)
         if self.stops:
             for at, row in enumerate(rows.tolist()):
-                stopped = self.stops.first(self._ids_SN[row, : length[at]].tolist(), start)
+                stopped = self.stops.first(self._ids_SN[row, : length[at]].tolist(), int(start_U[at]))
                 if stopped is not None:
                     ended[at], length[at] = True, stopped
         self._length_S[rows], self._finished_S[rows] = length, ended
         if self._on_tokens is not None:
-            for row, end in zip(rows.tolist(), length.tolist(), strict=True):
-                self._on_tokens(row, self._ids_SN[row, start:end].tolist())
-        over = rows[ended | (stop >= self._completion_length)]
+            for row, first, end in zip(rows.tolist(), start_U.tolist(), length.tolist(), strict=True):
+                self._on_tokens(row, self._ids_SN[row, first:end].tolist())
+        over = rows[ended | (stop_U >= limit)]
         self.alive_S[over] = False
         np.subtract.at(self._unfinished_P, over // self.count, 1)
         for prompt in np.unique(over // self.count).tolist():
             if self._unfinished_P[prompt] == 0 and self._done is not None:
                 self._done(prompt, self.completions(prompt))
+
+    def ids(self, row: int) -> list[int]:
+        """Return the tokens of a row that are known."""
+        return self._ids_SN[row, : self._length_S[row]].tolist()
 
     def completions(self, prompt: int) -> list[Completion]:
         """Return the completions of a prompt that is done."""
@@ -101,21 +109,16 @@ class CompletionCollector:
         ]
 
 
-def smaller_grid(
-    slots: Ints, alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
-) -> tuple[Ints, Ints, Ints] | None:
+def smaller_grid(slots: Ints, alive_S: NDArray[np.bool_], share: float) -> tuple[Ints, Ints, Ints] | None:
     """Return the groups to keep, the slots to keep for each, and the new rows by (group, member)."""
     # Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the
-    # slots remain. `rounded` gives the sizes that grids may have; unused slots have row -1.
+    # slots remain. Unused slots have row -1.
     runs = (slots >= 0) & alive_S[slots]
     by_group = runs.sum(1)
     kept = np.flatnonzero(by_group)
-    groups, members = rounded(len(kept)), rounded(int(by_group.max()))
-    groups, members = min(groups, slots.shape[0]), min(members, slots.shape[1])
-    if groups * members > share * slots.size:
+    members = int(by_group.max())
+    if len(kept) * members > share * slots.size:
         return None
-    filled = np.concatenate([kept, np.repeat(kept[:1], groups - len(kept))])
-    order = np.argsort(~runs[filled], axis=1, kind="stable")[:, :members]
-    rows = np.take_along_axis(np.where(runs, slots, -1)[filled], order, 1)
-    rows[len(kept) :] = -1
-    return filled, (filled[:, None] * slots.shape[1] + order).reshape(-1), rows
+    order = np.argsort(~runs[kept], axis=1, kind="stable")[:, :members]
+    rows = np.take_along_axis(np.where(runs, slots, -1)[kept], order, 1)
+    return kept, (kept[:, None] * slots.shape[1] + order).reshape(-1), rows

@@ -1,183 +1,151 @@
-"""Launch decoding steps one by one, or replay them as CUDA graphs."""
+"""Launch the steps of slots one by one, or replay them as CUDA graphs."""
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import config as dynamo_config
 
-from upweight.engine.packing import bucketed
 from upweight.log import warn_once
+from upweight.models.kernels.launch import only_compiling
 from upweight.models.modules import every_module, replaced_forwards
-from upweight.sampler.decode import Decoder
 from upweight.sampler.draw import draw
-from upweight.types import Prompts
+from upweight.sampler.forward import CachedForward
+from upweight.sampler.fused_decoder import fused_decoder
+from upweight.sampler.slots import Prefix, Slots
 
 PendingTokens = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]  # waits for tokens and log-probs
 
-_BLOCK = 16  # steps launched before the host reads their tokens
 _MOST_GRAPHS = 64
-_PADDED_TOKENS, _PADDING = 4096, 2  # prompts are padded up to so many tokens, and so many times their unpadded tokens
+_PROMPT_ROWS = (16, 64, 320, 2048)  # numbers of tokens that take different kernels
 
 
-class PlainSteps:
-    """Launches every step, with exact shapes."""
+class SlotSteps(Protocol):
+    """How the work of slots is launched."""
 
-    block = 1
-    lag = 0
-    shrink_below = 0.9
-    smallest = 1
+    slots: Slots
+    lag: int  # blocks of steps that are launched before the tokens of an earlier one are read
+    compile_seconds: float
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def begin(self, addresses: list[Any]) -> None:
+        """Prepare a call with weights at these addresses."""
 
-    def rounded(self, count: int) -> int:
-        """Return the size of a grid for `count` groups or members."""
-        return count
+    def compile_ahead(self, sizes: Sequence[int]) -> None:
+        """Compile what steps of these sizes need, where that is faster than one by one; slots have no sequences."""
 
-    def rounded_length(self, tokens: int) -> int:
-        """Return the columns of a grid for prompts or completions of up to `tokens`."""
-        return tokens
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Prefill pages."""
 
-    def begin(self, prompts: Prompts, uniform_BN: Tensor, prefill_tokens: int) -> None:
-        """Prefill an opened grid with the prompts, and sample the tokens of the first column."""
-        self._decoder.load(prompts, uniform_BN)
-        self._decoder.prefill(prompts, prefill_tokens)
-
-    def advance(self, column: int) -> None:
-        """Sample the tokens of a column, those before it being there."""
-        self._decoder.advance(column)
-
-    def read(self, start: int, stop: int) -> PendingTokens:
-        """Return a function that gives the tokens and log-probs of some columns."""
-        ids_KB, logps_KB = (x[start:stop].numpy().copy() for x in (self._decoder.ids_NB, self._decoder.logps_NB))
-        return lambda: (ids_KB, logps_KB)
+    def run(self, count: int) -> PendingTokens:
+        """Launch steps; return a function that waits for their tokens and log-probs, [count, slots]."""
+        ...
 
     def release(self) -> None:
-        """Do nothing: no graphs are kept."""
+        """Free what is kept over calls."""
+
+
+class EagerSteps:
+    """Launches every kernel each time, and waits for it."""
+
+    lag, compile_seconds = 0, 0.0
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+
+    def begin(self, addresses: list[Any]) -> None:
+        """Do nothing: nothing is kept."""
+
+    def compile_ahead(self, sizes: Sequence[int]) -> None:
+        """Do nothing: nothing is compiled."""
+
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        self.slots.prefill(prefixes)
+
+    def run(self, count: int) -> PendingTokens:
+        self.slots.column_1.zero_()
+        for _ in range(count):
+            self.slots.step()
+        values = [x[:count, : self.slots.size].cpu().numpy().copy() for x in (self.slots.ids_KB, self.slots.logps_KB)]
+        return lambda: (values[0], values[1])
+
+    def release(self) -> None:
+        """Do nothing: nothing is kept."""
 
 
 class GraphSteps:
-    """Captures steps on a GPU once for each shape, then replays them; the host reads tokens one block later."""
+    """Captures the step of each number of slots once, then replays it; the host reads tokens one block later."""
 
-    # Sizes and lengths of grids take few values, so that graphs are reused over calls and training steps. Graphs read
-    # weights at their addresses: weights changed in place need no new graph, and moved weights or switched adapters are
-    # detected at the next call.
+    # Graphs read weights at their addresses: weights changed in place need no new graph, and moved weights or switched
+    # adapters are detected at the next call.
 
-    block = _BLOCK
     lag = 1
-    shrink_below = 0.5
-    smallest = 32  # slots; a step with fewer takes as long
 
-    def __init__(self, decoder: Decoder, compiled: bool) -> None:
-        self._decoder = decoder
+    def __init__(self, slots: Slots, compiled: bool) -> None:
+        self.slots = slots
+        self.compile_seconds = 0.0  # spent on what has run for the first time: compiling, checking, recording
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
         self._recorded: Any = None
         self._pool: Any = None
-        self._capturable = {"prefill", "step"}
+        self._capturable = True
+        self._ahead: set[int] = set()  # sizes whose kernels are compiled
+        self._prefilled = False
         self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
+        self._decoder: dict[nn.Module, Callable[..., Any]] | None = None  # not asked for yet
         self._compiled = compiled
         if compiled:
-            decoder.draw = torch.compile(decoder.draw)
+            slots.draw = torch.compile(slots.draw)
 
-    def rounded(self, count: int) -> int:
-        """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ...: at most by half."""
-        power = 1 << max(0, count - 1).bit_length()
-        return power if count > power * 3 // 4 or power < 4 else power * 3 // 4
-
-    def rounded_length(self, tokens: int) -> int:
-        return bucketed(tokens)
-
-    def begin(self, prompts: Prompts, uniform_BN: Tensor, prefill_tokens: int) -> None:
-        """Prefill an opened grid with the prompts, and sample the tokens of the first column."""
-        # Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
-        # length, so that a graph can be replayed. Graphs are dropped first where weights or buffers have moved.
-        decoder = self._decoder
-        recorded = [decoder.arena.moved, *_weight_addresses(decoder.base)]
+    def begin(self, addresses: list[Any]) -> None:
+        """Drop all graphs where weights or buffers have moved."""
+        recorded = [self.slots.arena.moved, *addresses]
         if recorded != self._recorded:
             self.release()
             self._recorded = recorded
-        decoder.load(prompts, uniform_BN)
-        padded = decoder.grid.groups * decoder.grid.prompt_length
-        few = padded <= min(_PADDED_TOKENS, prefill_tokens, _PADDING * sum(map(len, prompts)))
-        if not few or "prefill" not in self._capturable:
-            self._through_compiler("prefill", lambda: decoder.prefill(prompts, prefill_tokens))
+
+    def compile_ahead(self, sizes: Sequence[int]) -> None:
+        """Compile the kernels of steps of these sizes, and of prompts, at the same time; nothing of it runs.
+
+        Slots must be without sequences.
+        """
+        new = [size for size in sizes if size not in self._ahead]
+        if not new or self.slots.device.type != "cuda":
             return
-        decoder.pad(prompts)
-        self._replay("prefill", decoder.prefill_padded)
 
-    def advance(self, column: int) -> None:
-        self._replay("step", lambda: self._decoder.advance(self._decoder.grid.completion_length))
+        def work() -> None:
+            if not self._compiled or not self._decoder:
+                return
+            with only_compiling() as able:
+                for size in new if able else ():
+                    self.slots.size = size
+                    self.slots.column_1.zero_()
+                    self.slots.step()
+                for rows in _PROMPT_ROWS if able and not self._ahead else ():
+                    self.slots.forward_nothing(rows)
 
-    def _replay(self, name: str, work: Callable[[], None]) -> None:
-        """Replay the graph of some work of the grid; the first time, run it and capture the graph."""
-        key = (name, self._decoder.grid, self._decoder.sampling)
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-            self._graphs[key].replay()
-            return
-        self._through_compiler(name, work)  # which also warms kernels up
-        if name in self._capturable:
-            with self._fused_layers(name):
-                self._capture(key, work)
+        with self._counted():
+            self._through_compiler("step", work)
+        self._ahead.update(new)
 
-    def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
-        """Run some work with compiled layers, or with eager ones where the compiler fails."""
-        step_1 = self._decoder.step_1.clone()
-        try:
-            # A number that may change would become a tensor on the CPU, for which a C++ compiler is started.
-            with dynamo_config.patch(specialize_float=True), self._fused_layers(name):
-                work()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if not self._compiled:
-                raise
-            warn_once(
-                f"the layers of {type(self._decoder.base).__name__} cannot be compiled, so sampling is slower: "
-                f"{str(error).splitlines()[0]} (`trl.compile_sampler: false` leaves it out)"
-            )
-            self._compiled, self._decoder.draw = False, draw
-            self._decoder.step_1.copy_(step_1)
-            work()
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        first, self._prefilled = not self._prefilled, True
+        with self._counted() if first else nullcontext():
+            self._through_compiler("prefill", lambda: self.slots.prefill(prefixes))
 
-    def _fused_layers(self, name: str) -> AbstractContextManager[None]:
-        """Use compiled layers inside, if `compiled` is set; all layers of a class share one compiled forward."""
-        if name not in self._layers and self._compiled:
-            self._layers[name] = _compiled_layers(self._decoder, name)
-        return replaced_forwards(self._layers[name] if self._compiled else {})
-
-    def _capture(self, key: Any, work: Callable[[], None]) -> None:
-        """Capture some work as a CUDA graph."""
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            # other threads may go on using the GPU meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                work()
-        except RuntimeError as error:
-            # Also when memory runs out: without a graph this work fitted just now, and a graph needs further memory.
-            self._capturable.discard(key[0])
-            warn_once(
-                f"the {key[0]} of {type(self._decoder.base).__name__} cannot be recorded as a CUDA graph, so it "
-                f"launches every kernel each time: {str(error).splitlines()[0]}"
-            )
-            return
-        self._graphs[key] = graph
-        if len(self._graphs) > _MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-
-    def read(self, start: int, stop: int) -> PendingTokens:
-        """Copy the tokens and log-probs of some columns to the host, while further steps are launched."""
-        values = [x[start:stop] for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
+    def run(self, count: int) -> PendingTokens:
+        """Launch steps, and the copy of their tokens to the host, which further work need not wait for."""
+        self.slots.column_1.zero_()
+        for _ in range(count):
+            self._step()
+        values = [x[:count, : self.slots.size] for x in (self.slots.ids_KB, self.slots.logps_KB)]
         copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in values]
         event = torch.cuda.Event()
         event.record()
@@ -188,22 +156,98 @@ class GraphSteps:
 
         return pending
 
+    def _step(self) -> None:
+        """Replay the graph of a step; the first time, run the step and capture the graph."""
+        key = (self.slots.size, self.slots.sampling)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            self._graphs[key].replay()
+            return
+        if not self._capturable:
+            self._through_compiler("step", self.slots.step)
+            return
+        with self._counted():
+            self._through_compiler("step", self.slots.step)  # which also warms kernels up
+            with self._fused_layers("step"):
+                self._capture(key)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Add the time inside to `compile_seconds`, less that of the work which waited before."""
+        wait = torch.cuda.synchronize if self.slots.device.type == "cuda" else lambda: None
+        wait()
+        began = time.perf_counter()
+        yield
+        wait()
+        self.compile_seconds += time.perf_counter() - began
+
+    def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
+        """Run some work with compiled layers, or with eager ones where the compiler fails."""
+        try:
+            # A number that may change would become a tensor on the CPU, for which a C++ compiler is started.
+            with dynamo_config.patch(specialize_float=True), self._fused_layers(name):
+                work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self._compiled:
+                raise
+            warn_once(
+                f"the layers of {type(self.slots.forward.base).__name__} cannot be compiled, so sampling is slower: "
+                f"{str(error).splitlines()[0]} (`trl.compile_sampler: false` leaves it out)"
+            )
+            self._compiled, self.slots.draw = False, draw
+            work()
+
+    def _fused_layers(self, name: str) -> AbstractContextManager[None]:
+        """Use fused layers inside, if `compiled` is set: by our kernels, else by the compiler, once a class."""
+        if name not in self._layers and self._compiled:
+            forward = self.slots.forward
+            if self._decoder is None:
+                self._decoder = fused_decoder(forward) if _in_half_precision(forward) else {}
+            self._layers[name] = self._decoder or _compiled_layers(forward, name)
+        return replaced_forwards(self._layers[name] if self._compiled else {})
+
+    def _capture(self, key: Any) -> None:
+        """Capture a step as a CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # other threads may go on using the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self.slots.step()
+        except RuntimeError as error:
+            # Also when memory runs out: without a graph this work fitted just now, and a graph needs further memory.
+            self._capturable = False
+            warn_once(
+                f"the steps of {type(self.slots.forward.base).__name__} cannot be recorded as a CUDA graph, so they "
+                f"launch every kernel each time: {str(error).splitlines()[0]}"
+            )
+            return
+        self._graphs[key] = graph
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+
     def release(self) -> None:
         """Drop all graphs and their memory: a pool that no graph uses any more cannot be captured into."""
         self._graphs.clear()
         self._pool = None
 
 
-def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..., Any]]:
-    """Return the layers around each attention with the compiled forward of their class, for prompts of any length."""
-    modules = dict(decoder.base.named_modules())
+def _in_half_precision(forward: CachedForward) -> bool:
+    """Return whether a model is sampled on a GPU in half precision: in float32 nothing is rounded otherwise."""
+    return forward.device.type == "cuda" and all(layer.dtype != torch.float32 for layer in forward.layers)
+
+
+def _compiled_layers(forward: CachedForward, name: str) -> dict[nn.Module, Callable[..., Any]]:
+    """Return the layers around each attention with the compiled forward of their class, for any number of tokens."""
+    modules = dict(forward.base.named_modules())
     # A compiler may reorder the calls that a module makes in one layer, and calls are identified by their order.
-    calls = Counter(layer.module for layer in decoder.layers)
+    calls = Counter(layer.module for layer in forward.layers)
     around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if calls[module] == 1]
     plain = [layer for layer in around if "forward" not in vars(layer)]
     forwards = {
-        kind: torch.compile(_with_name(kind.forward, name), dynamic=True if name == "prefill" else None)
-        for kind in {type(layer) for layer in plain}
+        kind: torch.compile(_with_name(kind.forward, name), dynamic=True) for kind in {type(layer) for layer in plain}
     }
     return {layer: forwards[type(layer)] for layer in plain}
 
@@ -216,17 +260,21 @@ def _with_name(function: Any, name: str) -> Callable[..., Any]:
     return copied
 
 
-def _weight_addresses(base: nn.Module) -> list[Any]:
-    """Return the address that a forward reads each weight from, and the adapters that it applies."""
+def weight_state(base: nn.Module) -> tuple[list[Any], int]:
+    """Return the addresses of the weights that a forward reads with the adapters it applies, and a count of changes."""
     addresses: list[Any] = []
+    changes = 0
     module: Any
     for module in every_module(base):
         values = vars(module)
-        weights = [(name, weight) for name, weight in values["_parameters"].items() if weight is not None]
-        addresses += [values.get(name, weight).data_ptr() for name, weight in weights]
+        for name, weight in values["_parameters"].items():
+            if weight is not None:
+                weight_read = values.get(name, weight)
+                addresses.append(weight_read.data_ptr())
+                changes += weight_read._version
         if _is_adapter(type(module)):
             addresses.append((module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)))
-    return addresses
+    return addresses, changes
 
 
 @cache  # an uncached `isinstance` of an abstract class takes longer than the rest of the walk

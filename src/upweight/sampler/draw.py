@@ -5,6 +5,7 @@ state, so that a CUDA graph can replay it, and a row's tokens depend only on the
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,12 @@ from torch import Tensor
 from upweight.types import Sampling
 
 _CHUNK = 128  # the vocabulary is searched in two levels: chunks of this many tokens, then one chunk
+
+
+def only_draws(sampling: Sampling) -> Sampling:
+    """Return the settings that change the draw of a token, the others as if unset."""
+    unset = {"stop_ids": (), "stop_strings": (), "seed": None, "seeds": None, "first": 0, "images": ()}
+    return replace(sampling, max_new_tokens=0, **unset)
 
 
 def draw(
@@ -32,6 +39,10 @@ def draw(
     chosen_BV = tempered_BV
     if seen_BV is not None:
         chosen_BV = _apply_temperature(penalised(logits_BV, seen_BV, sampling.repetition_penalty), sampling.temperature)
+    if sampling.suppress_ids:
+        chosen_BV = chosen_BV.clone()
+        for token in sampling.suppress_ids:  # no index on the device, which would be copied there
+            chosen_BV[:, token].fill_(-torch.inf)
     if sampling.temperature == 0:
         token_B = chosen_BV.argmax(-1)
     else:

@@ -1,16 +1,12 @@
 """Sampling with the weights in training: no second copy, no server, no sync."""
 
 import functools
-import math
-from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
@@ -19,10 +15,14 @@ from upweight.log import warn_once
 from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
-from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings, smaller_grid
-from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
-from upweight.sampler.decode import Decoder, Grid
+from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings
+from upweight.sampler.cuda_graphs import GraphSteps
+from upweight.sampler.decode import Decoder
+from upweight.sampler.forward import CachedForward
+from upweight.sampler.grid_sampler import GridSampler
 from upweight.sampler.hf_generate import hf_generate
+from upweight.sampler.slot_sampler import SlotSampler
+from upweight.sampler.slots import Slots
 from upweight.types import Completions, Done, Prompts, Sampling
 
 Gather = Callable[[CheckResult], list[CheckResult]]  # returns the results of all ranks, on every rank
@@ -66,12 +66,15 @@ class InProcess:
         self._engine = engine or Engine(model)
         self._ends = frozenset(end_ids) if end_ids is not None else eos_token_ids(self._base, tokenizer)
         self._device = torch.device(device) if device is not None else self._base.device
-        self._cache_bytes, self._prefill_tokens = cache_bytes, prefill_tokens
+        self._cache_bytes = cache_bytes
         self._version, self.compile = 0, compile
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
-        self._checked = False
-        self._decoder = Decoder(self._base, self._device)
-        self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)
+        self._checked: set[bool] = set()  # without images, with images
+        forward = CachedForward(self._base, self._device, self._engine.images)
+        self._image_prompts = forward.images
+        self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
+        if self._device.type == "cuda":
+            self._sampler = SlotSampler(GraphSteps(Slots(forward), compile), prefill_tokens)
 
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None, on_tokens: OnTokens = None
@@ -84,6 +87,7 @@ class InProcess:
         if not prompts:
             return []
         self.check_sampling(prompts, sampling)
+        sampling = self._suppressing(sampling)
         seed = sampling.seeds[0] if sampling.seeds else sampling.seed
         sampling = replace(sampling, seed=int(torch.randint(1 << 62, ())) if seed is None else seed)
         stops = StopStrings(self._tokenizer, sampling.stop_strings)
@@ -98,17 +102,22 @@ class InProcess:
 
         `gather` returns the results of all ranks on every rank, where all ranks call this method.
         """
-        if self._checked or not prompts:
+        has_images = any(sampling.images)
+        if has_images in self._checked or not prompts:
             return
+        sampling = self._suppressing(sampling)
         name = type(self._base).__name__
+        strategies = list(Strategy)[list(Strategy).index(self._strategy) :]
+        if has_images:  # without a cache `generate` would have to read images once for each token
+            strategies = [one for one in strategies if one != Strategy.GENERATE_UNCACHED] or [Strategy.GENERATE]
         trial = TrialPrompts.of(prompts, sampling, self._max_positions())
         failures: list[str] = []
-        for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
+        for strategy in strategies:
             # Completions of full length, with the log-probs of the strategy.
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
             draw = functools.partial(self._sample_with, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
-                results = gather(compare_sampling(self._base, trial, draw))
+                results = gather(compare_sampling(self._base, trial, draw, self._engine.images))
             # Of all ranks the same one, so that all choose the same strategy.
             result = next((result for result in results if not result.passed), results[0])
             if result.passed:
@@ -120,7 +129,8 @@ class InProcess:
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
                 "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
-        self._strategy, self._checked = strategy, True
+        self._strategy = strategy
+        self._checked.add(has_images)
         if failures:
             warn_once(f"{name}: {'; '.join(failures)}. Completions are sampled by {strategy}, which is slower")
         elif strategy != Strategy.SHARED_PREFIX:
@@ -130,25 +140,48 @@ class InProcess:
             )
 
     @property
+    def compile_seconds(self) -> float:
+        """Return the seconds that compiling and recording have taken so far."""
+        return self._sampler.compile_seconds
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether a prompt is forwarded once for all its completions."""
         return self._strategy == Strategy.SHARED_PREFIX
 
     def _sample_with(
-        self, strategy: Strategy, engine: Engine | None, prompts: Prompts, rows: CompletionCollector, sampling: Sampling
+        self,
+        strategy: Strategy,
+        engine: Engine | None,
+        prompts: Prompts,
+        rows: CompletionCollector,
+        sampling: Sampling,
     ) -> Completions:
         """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
-        if strategy == Strategy.SHARED_PREFIX:
+        if strategy == Strategy.SHARED_PREFIX and not self._ends_in_image(prompts, sampling):
             uniform_SN = _uniform_numbers(len(prompts), rows.count, sampling)
-            for wave in self._waves(prompts, rows.count, sampling):
-                self._sample_wave(prompts, wave, sampling, uniform_SN, rows)
+            prompts = self._image_prompts.keys(prompts, sampling.images)
+            self._sampler.sample(prompts, sampling, uniform_SN, rows, self._kv_memory())
         else:
-            hf_generate(self._model, engine, prompts, rows, sampling, cached=strategy == Strategy.GENERATE)
+            cached = strategy != Strategy.GENERATE_UNCACHED
+            options: dict[str, Any] = {"cached": cached, "reader": self._engine.images}
+            hf_generate(self._model, engine, prompts, rows, sampling, **options)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
+
+    def _suppressing(self, sampling: Sampling) -> Sampling:
+        """Return a sampling that never draws the token which stands for images: no features would belong to it."""
+        reader = self._engine.images
+        return sampling if reader is None else replace(sampling, suppress_ids=(reader.token_id,))
+
+    def _ends_in_image(self, prompts: Prompts, sampling: Sampling) -> bool:
+        """Return whether a prompt's last token, which the shared sampler feeds by its id, stands for an image."""
+        each = zip(prompts, sampling.images, strict=True) if sampling.images else ()
+        return any(prompt[-1] == refs[0].token_id for prompt, refs in each if refs)
 
     def sync(self, version: int) -> None:
         """Set the policy version of the following completions; the weights are shared and need no sync."""
         self._version = version
+        self._sampler.forget()
 
     def version(self) -> int:
         """Return the policy version that the next request is sampled from."""
@@ -156,8 +189,7 @@ class InProcess:
 
     def close(self) -> None:
         """Free caches and graphs; the next call creates them again."""
-        self._steps.release()
-        self._decoder.release()
+        self._sampler.release()
 
     def _check_request(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
         """Raise for requests that cannot be sampled."""
@@ -182,15 +214,6 @@ class InProcess:
         limit = getattr(self._base.config.get_text_config(), "max_position_embeddings", None) or 0
         return limit if limit > 0 else None  # some say -1 where there is no limit
 
-    def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
-        """Return prompt numbers in waves whose keys and values fit into memory."""
-        completion_length = self._steps.rounded_length(sampling.max_new_tokens)
-        longest = self._steps.rounded_length(max(len(prompt) for prompt in prompts))
-        tokens = longest + completion_length * self._steps.rounded(count)
-        most = max(1, self._kv_memory() // (self._decoder.token_bytes() * tokens))
-        waves = math.ceil(len(prompts) / most)
-        return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), waves)]
-
     def _kv_memory(self) -> int:
         """Return the bytes that keys and values may take."""
         if self._cache_bytes is not None:
@@ -199,47 +222,7 @@ class InProcess:
             return _CACHE_ON_CPU
         free, _ = torch.cuda.mem_get_info(self._device)
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return (free + idle + self._decoder.arena.bytes()) // 2
-
-    def _sample_wave(
-        self, prompts: Prompts, wave: list[int], sampling: Sampling, uniform_SN: Tensor, rows: CompletionCollector
-    ) -> None:
-        """Sample the completions of one wave."""
-        steps, count = self._steps, len(uniform_SN) // len(prompts)
-        chosen = [prompts[number] for number in wave]
-        groups, members = steps.rounded(len(wave)), steps.rounded(count)
-        completion_length = steps.rounded_length(sampling.max_new_tokens)
-        prompt_length = steps.rounded_length(max(len(prompt) for prompt in chosen))
-        slots: NDArray[np.int64] = np.full((groups, members), -1)
-        slots[: len(wave), :count] = np.asarray(wave)[:, None] * count + np.arange(count)
-        self._decoder.open(Grid(groups, members, prompt_length, completion_length), sampling)
-        uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1, of unused slots, reads the last row's
-        steps.begin(chosen, uniform_BN, self._prefill_tokens)
-        queue = deque([(0, steps.read(0, 1), slots)])
-        sampled = 1
-        while True:
-            while len(queue) > (steps.lag if sampled < sampling.max_new_tokens else 0):
-                start, pending, at = queue.popleft()
-                rows.take(start, *pending(), at)
-            if sampled == sampling.max_new_tokens or not rows.alive_S[slots[slots >= 0]].any():
-                return
-            slots = self._shrink_grid(slots, rows)
-            stop = min(sampled + steps.block, sampling.max_new_tokens)
-            for column in range(sampled, stop):
-                steps.advance(column)
-            queue.append((sampled, steps.read(sampled, stop), slots))
-            sampled = stop
-
-    def _shrink_grid(self, slots: NDArray[np.int64], rows: CompletionCollector) -> NDArray[np.int64]:
-        """Drop finished groups and members from the grid where that pays; return the rows in its slots."""
-        if slots.size <= self._steps.smallest:
-            return slots
-        smaller = smaller_grid(slots, rows.alive_S, self._steps.shrink_below, self._steps.rounded)
-        if smaller is None:
-            return slots
-        groups, kept, slots = smaller
-        self._decoder.keep(*(torch.from_numpy(index).to(self._device) for index in (groups, kept)))
-        return slots
+        return (free + idle + self._sampler.bytes()) // 2
 
 
 def _uniform_numbers(prompts: int, count: int, sampling: Sampling) -> Tensor:

@@ -218,7 +218,7 @@ def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, A
         every = evaluating.setdefault("eval_steps", saved)
         saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
     # Progress of an online run, and of one that answers held-out prompts, shows against the model before training.
-    shows_progress = config.method.online or run.eval_samples > 0
+    shows_progress = config.method.online or run.answered_prompts > 0
     on_start = run.eval_on_start or (shows_progress and "eval_on_start" not in config.set_keys)
     return {**saving, **evaluating, "eval_on_start": on_start}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers import ProcessorMixin, TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
 from upweight.config.rules.feeds import PRECOMPUTED_STREAM
@@ -25,7 +25,8 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
-from upweight.models.precision import HALF_DTYPES
+from upweight.models.precision import HALF_DTYPES, Sharding
+from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
@@ -37,11 +38,11 @@ from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
-from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
+from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
-from upweight.train.policy import Policy, load_policy, make_policy
+from upweight.train.policy import Policy, load_policy, make_policy, refuse_with_images
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
@@ -86,6 +87,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
+    _check_images(config, model, tokenizer, first, ranks.num_processes, sharding, acts=env_setup is not None)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -93,8 +95,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
     if isinstance(data.train, RowFeed):
         set_for_feed(arguments)
-    user_code = NONE if objects.from_script else load_user_code(config)
-    online = config.method.online_settings
+    user_code, online = NONE if objects.from_script else load_user_code(config), config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
     loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
     policy = make_policy(
@@ -129,9 +130,27 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
 
 
+def _check_images(  # noqa: PLR0917
+    config: Config,
+    model: Model,
+    tokenizer: Tokenizer,
+    row: Mapping[str, Any],
+    ranks: int,
+    sharding: Sharding,
+    *,
+    acts: bool,
+) -> None:
+    """Raise for settings that do not go with images, if the rows have any."""
+    if image_reader(tokenizer) is not None and "images" in row:
+        refuse_with_images(config, model, ranks, sharding, acts=acts)
+
+
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
     """Return the tokenizer of the script, else of the model. A script's EOS and padding tokens must be in it."""
     tokenizer = objects.tokenizer
+    if isinstance(tokenizer, ProcessorMixin):
+        of_model = load_model_config(config.model) if objects.model is None else objects.model.config
+        tokenizer = attach_processor(tokenizer, of_model)
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
         raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
     if not objects.from_script:

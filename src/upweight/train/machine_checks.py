@@ -2,14 +2,16 @@
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
-from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE
+from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE, LOW_RANK
 from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
@@ -18,6 +20,7 @@ from upweight.train.arguments import enabled_trackers
 from upweight.train.distributed.deepspeed import NOT_INSTALLED
 from upweight.train.user_code import load_user_code
 
+SWANLAB = '"swanlab<0.8"'  # whose `get_run` returns None before a run, as transformers' callback expects
 # Optimizers by the package they come from, and what pip calls it.
 SCHEDULE_FREE = ("schedulefree", "schedulefree")
 OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
@@ -30,7 +33,7 @@ OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
 }
 
 
-def gpus(config: Config) -> Iterator[str]:
+def gpus(config: Config, *, trains: bool) -> Iterator[str]:
     """Check settings that need a GPU, or a certain one."""
     if torch.cuda.is_available():
         if config.model.tf32 is True and not is_torch_tf32_available():
@@ -38,6 +41,8 @@ def gpus(config: Config) -> Iterator[str]:
         return
     if config.model.fp16:
         yield "fp16: float16 with loss scaling needs a CUDA device, and none is visible; drop it, or use 'bf16: true'."
+    if trains and config.optim.optimizer == "galore_adamw_8bit":
+        yield "optimizer: galore_adamw_8bit needs a CUDA device, and none is visible; use 'galore_adamw'."
     if samples_from_server(config) and direct_transfer(config):
         yield "trl.vllm_weight_transfer: weights go from GPU to GPU, and no CUDA device is visible; use 'folder'."
 
@@ -47,10 +52,15 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
     if trains and module is not None and not _installed(module):
         yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
+    elif trains and config.optim.optimizer in LOW_RANK and not _installed("bitsandbytes"):  # also those without 8 bits
+        yield f"optimizer: {package} is installed, and imports one that is not: pip install bitsandbytes."
     for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
-            yield f"use_{tracker.removesuffix('_ml')}: the tracker is not installed: pip install {tracker}."
+            package = SWANLAB if tracker == "swanlab" else tracker
+            yield f"use_{tracker.removesuffix('_ml')}: the tracker is not installed: pip install {package}."
+        elif tracker == "swanlab" and (installed := _version(tracker)) is not None and installed >= Version("0.8"):
+            yield f"use_swanlab: transformers calls what swanlab {installed} no longer has: pip install {SWANLAB}."
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
     if (config.teacher.load_in_4bit or config.teacher.load_in_8bit) and not _installed("bitsandbytes"):
@@ -89,9 +99,16 @@ def _installed(name: str) -> bool:
     return name in sys.modules or find_spec(name) is not None
 
 
+def _version(package: str) -> Version | None:
+    try:
+        return Version(version(package))
+    except PackageNotFoundError:
+        return None
+
+
 def check_machine(config: Config, *, trains: bool = True) -> list[str]:
     """Return what prevents a run on this machine, each with its YAML path; servers are not contacted."""
-    return [*gpus(config), *packages(config, trains=trains), *folders(config), *users(config)]
+    return [*gpus(config, trains=trains), *packages(config, trains=trains), *folders(config), *users(config)]
 
 
 def require_machine(config: Config, *, trains: bool) -> None:

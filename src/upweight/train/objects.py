@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
 
 from upweight.config.sections.data import DataSection
 
@@ -25,7 +25,7 @@ class Objects:
     load_dtype: torch.dtype | None = None  # for a model that is loaded by name
     reference: str | PreTrainedModel | None = None  # None: the initial policy
     teacher_model: str | Model | None = None  # None: loaded from the place that the config names
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | ProcessorMixin | None = None
     train_dataset: Any = None  # or a mapping of names to datasets, which are mixed
     eval_dataset: Any = None  # or a mapping of names to datasets
     read_rows: ReadRows | None = None  # (raw rows, name of their argument) -> a Dataset and its settings

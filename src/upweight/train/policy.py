@@ -1,7 +1,7 @@
 """The policy: the model that is trained, with its precision, engine and reference model."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,16 @@ from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context_parallel import ContextGroup
 from upweight.errors import UserError
+from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
 from upweight.models.memory import activation_bytes, training_bytes
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
+from upweight.models.processor import image_reader
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
+from upweight.models.vision import freeze_vision, vision_family, vision_module_names
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
@@ -83,13 +86,33 @@ def load_policy(
         disable_dropout(model)
     if config.optim.unfrozen is not None:
         freeze_all_but(model, config.optim.unfrozen)
+    frozen_vision = _freeze_vision(model, config)
     if objects.peft_config is not None:
         model = new_adapter(model, objects.peft_config)
     elif config.adapter.kind is not None and objects.model is None:
-        model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
+        new_tokens = len(config.model.new_tokens)
+        model = attach_adapter(model, config.adapter, new_tokens=new_tokens, excluded=frozen_vision)  # pyright: ignore
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model
+
+
+def _freeze_vision(model: Model, config: Config) -> str | None:
+    """Freeze the vision tower and projector where the settings say so; return a pattern of their names."""
+    asked = config.model.freeze_vision
+    if vision_family(model.config) is None:
+        keys = {"freeze_vision": asked is not None, "processor_type": config.model.processor_class is not None}
+        keys["processor_kwargs"] = bool(config.model.processor_options)
+        if given := [key for key, is_set in keys.items() if is_set]:
+            raise UserError(f"{given[0]}: the model reads no images. Leave it out.")
+        return None
+    if not (config.adapter.kind is not None if asked is None else asked):
+        return None
+    if asked is None:
+        logger.info(
+            "freeze_vision: only the language model gets an adapter; `freeze_vision: false` adapts the tower too"
+        )
+    return freeze_vision(unwrap_peft(model))
 
 
 def _load_base_model(
@@ -156,7 +179,8 @@ def make_policy(
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
     copies = set_up_precision(model, dtype, sharding=sharding, pure=section.pure_bf16)
-    attach_engine = partial(Engine, layout=section.layout, longest=longest, context=context)
+    images = image_reader(tokenizer)
+    attach_engine = partial(Engine, layout=section.layout, longest=longest, context=context, images=images)
     engine = attach_engine(model)
     precomputed, load = method.precomputes_reference, None
     if separate_reference is not None:
@@ -225,3 +249,32 @@ def _reference(
     kind = reference_kind(needed=method.needs_reference, adapter=adapter, separate=load is not None, synced=synced)
     separate = load() if kind == "separate" and load is not None else None
     return make_reference(kind, model, dtype, synced=synced, offload=offload, separate_model=separate)
+
+
+def refuse_with_images(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> None:
+    """Raise for settings with which images are not trained on."""
+    problems = list(_image_problems(config, model, ranks, sharding, acts=acts))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _image_problems(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> Iterator[str]:
+    if sharding != "none":
+        yield "fsdp, deepspeed: rows with images need whole weights on each rank; leave it out."
+    if config.sharding.context_parallel_size > 1:
+        yield "context_parallel_size: rows with images are not shared by ranks; set it to 1."
+    if config.optim.neftune_alpha is not None:
+        yield "neftune_noise_alpha: noise is not added to rows with images; leave it out."
+    if config.optim.activation_offloading:
+        yield "activation_offloading: it does not cover rows with images; leave it out."
+    if config.method.online and config.rollout.use_vllm:
+        yield "trl.use_vllm: images are not sent to vLLM yet; leave it out to sample in this process."
+    if config.method.online and (config.rollout.rollout_backend or config.rollout.rollout_func):
+        yield "trl.rollout_func, trl.rollout_backend: code of yours gets no images; leave it out."
+    if acts:
+        yield "environment: episodes with tools or environments have no images yet; leave it out."
+    base = unwrap_peft(model)
+    weights = [weight for name in vision_module_names(base) for weight in base.get_submodule(name).parameters()]
+    if ranks > 1 and any(weight.requires_grad for weight in weights):
+        problem = "a rank whose rows have no image would leave the vision tower without gradients"
+        yield f"freeze_vision: {problem}; with several ranks set it to true."

@@ -43,7 +43,8 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     lock = lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
     with heartbeat(), activity(f"training into {folder}"), lock:
         _train_into(folder, config, resume, watchers)
-    logger.info("done: %s", folder)
+    use = f'inference {folder} --prompt "..."' if config.method.head == "tokens" else f"score {folder} ROWS.jsonl"
+    logger.info("done: %s; try it: upweight %s", folder, use)
 
 
 def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:

@@ -1,14 +1,15 @@
 """The training loop: transformers' Trainer with losses divided by the counts of the whole step."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -22,9 +23,11 @@ from upweight.files import write_text
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
 from upweight.models.export import save_model
-from upweight.models.memory import LESS_MEMORY
+from upweight.models.hub import hub_errors
+from upweight.models.memory import MIN_TOKEN_BUDGET, out_of_memory
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
+from upweight.models.processor import save_processor
 from upweight.models.reference import SeparateModel
 from upweight.rollout.custom import CustomRollout
 from upweight.runs.checkpoints import WHOLE, checkpoint_to_resume, step_of
@@ -42,7 +45,6 @@ from upweight.train.step import StepRunner
 from upweight.train.user_code import UserCallback
 from upweight.user_modules import named_errors
 
-MIN_RETRY_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
     "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
     "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
@@ -91,31 +93,34 @@ class MethodTrainer(Trainer):
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
         options = (
-            policy.token_budget,
-            policy.reference,
-            policy.dtype,
-            temperature,
-            skips_zero_advantage,
-            policy.teachers,
+            policy.token_budget, policy.reference, policy.dtype, temperature, skips_zero_advantage, policy.teachers,
             policy.router_coefficient,
-        )
+        )  # fmt: skip
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
         self.router_aux_loss_coef = policy.router_coefficient  # read by scripts, as the next
         self.aux_loss_enabled = policy.router_coefficient > 0
         self.runner.sources = self.feed.names if self.feed is not None else ()
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self
-        self.precompute = policy.precompute
-        if self.precompute is not None:
-            self.train_dataset = with_reference(self.train_dataset, policy.model, self.runner, self.precompute)
-            if parts.encode is not None:  # the folder caches the training rows only
-                self.precompute = replace(self.precompute, folder=None)
-            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
+        self._set_rows(parts)
         if hasattr(policy.model, "add_model_tags"):
             policy.model.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds spent waiting for rollouts until the last log
         self.metrics_of_callbacks: list[Callable[[Any, Mapping[str, float]], Mapping[str, float]]] = []
+
+    def _set_rows(self, parts: TrainerParts) -> None:
+        """Set the prepared rows, with the reference's log-probs where asked, and the datasets that scripts see."""
+        self.precompute = parts.policy.precompute
+        if self.precompute is not None:
+            self.train_dataset = with_reference(self.train_dataset, parts.policy.model, self.runner, self.precompute)
+            if parts.encode is not None:  # the folder caches the training rows only
+                self.precompute = replace(self.precompute, folder=None)
+            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
+        self.train_rows, self.eval_rows = self.train_dataset, self.eval_dataset
+        if self.rollouts is not None and parts.objects.from_script:  # prompts as they were given
+            self.train_dataset, self.eval_dataset = parts.objects.train_dataset, parts.objects.eval_dataset
+        self.given_eval = self.eval_dataset
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -162,7 +167,7 @@ class MethodTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Return a loader of whole steps; accelerate does not prepare it, since it would split each step over ranks."""
         if self.rollouts is not None:
-            return RolloutLoader(self)
+            return RolloutLoader(self, self.args.dataloader_num_workers)
         args, steps_done = self.args, lambda: self.state.global_step
         batch = args.per_device_train_batch_size * self.runner.packer.data_parallel_size
         if self.feed is not None:
@@ -177,9 +182,13 @@ class MethodTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of whole steps of the evaluation rows, in order."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self._eval_rows(None) if eval_dataset is None else eval_dataset
         batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
-        return self._loader(rows, StepBatchSampler(len(rows), batch, 0, shuffle=False))
+        sampler = StepBatchSampler(len(rows), batch, 0, shuffle=False)
+        if self.rollouts is not None:  # prompts, which evaluations hand to the sampler themselves
+            workers = 0 if isinstance(self.eval_dataset, IterableDataset) else self.args.dataloader_num_workers
+            return DataLoader(rows, batch_sampler=sampler, collate_fn=list, num_workers=workers)
+        return self._loader(rows, sampler)
 
     def _loader(self, rows: Any, sampler: StepBatchSampler) -> DataLoader[Any]:
         workers = self.args.dataloader_num_workers
@@ -229,7 +238,7 @@ class MethodTrainer(Trainer):
                 with activity("training on a step"):
                     return self.runner.train(model, inputs["units"], inputs.get("counts"), inputs.get("sources"))
             except torch.cuda.OutOfMemoryError as error:
-                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= MIN_RETRY_BUDGET:
+                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= MIN_TOKEN_BUDGET:
                     raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
             # Nothing of the failed try is kept, so the second one is exact.
             retried = True
@@ -243,9 +252,7 @@ class MethodTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return loss and metrics of the evaluation rows; metrics of several sets are prefixed by their names."""
-        rows, encode = self.eval_dataset if eval_dataset is None else eval_dataset, self.encode
-        if eval_dataset is not None and encode is not None:
-            rows = _map_sets(eval_dataset, lambda raw: self._with_reference(encode(raw)))
+        rows = self._eval_rows(eval_dataset)
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
         parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         metrics = {name: value for part in parts for name, value in part.items()}
@@ -254,6 +261,13 @@ class MethodTrainer(Trainer):
             has = ", ".join(name.removeprefix("eval_") for name in metrics)
             raise UserError(f"metric_for_best_model: evaluations have no '{best}'. They have {has}.")
         return metrics
+
+    def _eval_rows(self, passed: Any) -> Any:
+        """Return prepared evaluation rows: of those passed, or of `eval_dataset`, which a script may have replaced."""
+        if passed is None and (self.rollouts is None or self.eval_dataset is self.given_eval):
+            return self.eval_dataset if self.rollouts is None else self.eval_rows
+        raw, encode = self.eval_dataset if passed is None else passed, self.encode
+        return raw if encode is None else _map_sets(raw, lambda rows: self._with_reference(encode(rows)))
 
     def _evaluate_set(self, rows: Any, prefix: str) -> dict[str, float]:
         """Return and log the metrics of one evaluation set: loss, or online the rewards of completions."""
@@ -334,6 +348,7 @@ class MethodTrainer(Trainer):
             if self.args.should_save:
                 (folder / WHOLE).unlink(missing_ok=True)  # marked again once every file is written
                 folder.mkdir(parents=True, exist_ok=True)  # the Trainer checks next that it exists
+                save_processor(self.processing_class, str(folder))  # of which the Trainer saves the tokenizer alone
             super().save_model(output_dir, _internal_call)
             return
         self._optimizer_mode("eval")
@@ -345,12 +360,12 @@ class MethodTrainer(Trainer):
             save_model(model, folder, self.runner.dtype, self.processing_class, weights)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
-            with activity(f"pushing to the hub as {self.args.hub_model_id}"), _hub_errors(f"{folder} was not pushed"):
+            with activity(f"pushing to the hub as {self.args.hub_model_id}"), hub_errors(f"{folder} was not pushed"):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """Create the repository on the hub."""
-        with _hub_errors("there is no repository to push to"):
+        with hub_errors("there is no repository to push to"):
             super().init_hf_repo(token)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -377,22 +392,6 @@ class MethodTrainer(Trainer):
                 self.copies.refresh()
 
 
-@contextmanager
-def _hub_errors(problem: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # errors of the hub and of its HTTP library have no common class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        remedy = "Log in with `hf auth login`, correct the name, or drop it."
-        raise UserError(f"hub_model_id: {problem}: {reason}. {remedy}") from error
-
-
 def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the rows, or to each of several named sets."""
     return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)
-
-
-def out_of_memory(where: str, budget: int) -> str:
-    """Return the error message with the remedies, cheapest first."""
-    halved = f"set 'token_budget: {max(budget // 2, MIN_RETRY_BUDGET)}'"
-    return f"out of GPU memory {where} with token_budget {budget}. In this order: {halved}; {LESS_MEMORY}."

@@ -14,7 +14,8 @@ from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train
 
-TRAINED = [name for name in STARTERS if name != "gym"]  # that one needs servers
+VISION = [name for name in STARTERS if name.startswith("vlm-")]
+TRAINED = [name for name in STARTERS if name not in ("gym", *VISION)]  # servers, or a model for images
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,31 @@ def test_every_starter_validates_and_trains(method, model_folder, teacher_folder
     train(load_config(Path("config.yaml"), [f"base_model={model_folder}", *small]))
     rows = metrics_of(tmp_path / method / "out")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+@pytest.mark.parametrize("method", VISION)
+def test_starters_with_images_learn_from_their_pictures(method, tmp_path, monkeypatch):
+    pytest.importorskip("PIL")
+    from tiny_vision import processor, vision_model
+    from upweight.cli.starter.pictures import count_of, picture
+
+    vision_model("llava").save_pretrained(tmp_path / "model")
+    processor("llava").save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert command("init", method).exit_code == 0
+    monkeypatch.chdir(tmp_path / method)
+    assert command("validate", "config.yaml").stdout == "ok\n"
+    assert Path("pictures/05.png").read_bytes() == picture(5)
+    words = ["one", "two", "three", "four"]
+    rows = [json.loads(line) for line in next(Path().glob("*.jsonl")).read_text().splitlines()]
+    answers = [row.get("answer") or row["messages"][-1]["content"] for row in rows]
+    assert answers == [words[count_of(number) - 1] for number in range(len(rows))]
+    small = [f"base_model={tmp_path / 'model'}", "processor_kwargs={}", "sequence_len=128", "adapter=", "lora_r=null"]
+    small += ["lora_alpha=null", "lora_target_linear=null", "learning_rate=3e-3", "logging_steps=1"]
+    small += ["max_steps=2", "trl.num_generations=4"] if method == "vlm-grpo" else ["max_steps=60"]
+    train(load_config(Path("config.yaml"), small))
+    losses = [row["loss"] for row in metrics_of(Path("out")) if "loss" in row]
+    assert len(losses) == 2 if method == "vlm-grpo" else losses[-1] < 0.4 * losses[0]
 
 
 @pytest.mark.parametrize("method", STARTERS)

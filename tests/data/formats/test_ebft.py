@@ -69,14 +69,14 @@ def test_true_turns_are_what_the_template_would_have_the_model_write():
 
 
 def trained(tokenizer, record):
-    pairs = zip(record.columns["ids"], record.columns["loss_mask"], strict=True)
+    pairs = zip(record.columns["input_ids"], record.columns["loss_mask"], strict=True)
     return tokenizer.decode([token for token, scored in pairs if scored])
 
 
 @pytest.mark.parametrize("row", [{"input": "ab c", "output": " d"}, {"question": "ab c", "answer": " d"}])
 def test_documents_of_a_prompt_and_its_completion(row):
     tokenizer, (record,) = records("ebft_strided_structured.transform", row, "strided", "llama3")
-    assert tokenizer.decode(record.columns["ids"]) == "<|begin_of_text|>ab c d"
+    assert tokenizer.decode(record.columns["input_ids"]) == "<|begin_of_text|>ab c d"
     assert trained(tokenizer, record) == " d"
     assert record.columns["prompt_length"] == record.columns["loss_mask"].index(True)
 
@@ -98,7 +98,7 @@ def test_rows_without_a_type():
     tokenizer, (record,) = records(None, {"prompt": "some", "ground_truth": " words"}, "strided")
     assert trained(tokenizer, record) == " words"
     _, (record,) = records(None, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "strided")
-    assert record.columns == {"ids": [5, 6, 7], "loss_mask": [False, True, True], "prompt_length": 1}
+    assert record.columns == {"input_ids": [5, 6, 7], "loss_mask": [False, True, True], "prompt_length": 1}
 
 
 def test_documents_need_strided_mode():

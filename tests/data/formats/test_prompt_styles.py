@@ -19,7 +19,7 @@ def texts(name, row, **keys):
     """What is not trained on, and what is, of the one record of a row."""
     tokenizer = byte_tokenizer("plain")
     (record,) = encoder({"type": name}, tokenizer, **keys)(row)
-    ids, mask = record.columns["ids"], record.columns["loss_mask"]
+    ids, mask = record.columns["input_ids"], record.columns["loss_mask"]
     first = mask.index(True)
     assert all(mask[first:])
     return tokenizer.decode(ids[:first]), tokenizer.decode(ids[first:])
@@ -101,7 +101,7 @@ def test_prompt_and_answer_are_tokenized_alone():
     (record,) = encoder({"type": "metharme"}, tokenizer)(row)
     alone = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in row.values()]
     assert tokenizer("The quick brown", add_special_tokens=False)["input_ids"] != alone[0] + alone[1]
-    assert record.columns["ids"] == [tokenizer.bos_token_id, *alone[0], *alone[1], *[tokenizer.eos_token_id] * 3]
+    assert record.columns["input_ids"] == [tokenizer.bos_token_id, *alone[0], *alone[1], *[tokenizer.eos_token_id] * 3]
 
 
 def test_segments_get_neither_bos_nor_eos():
@@ -117,7 +117,7 @@ def test_llama2_trains_on_answers_with_their_ends():
     turns = [("system", "S"), ("human", "H1"), ("gpt", "G1"), ("human", "H2"), ("gpt", "G2")]
     row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     (record,) = encoder({"type": "llama2_chat"}, tokenizer)(row)
-    ids, mask = record.columns["ids"], record.columns["loss_mask"]
+    ids, mask = record.columns["input_ids"], record.columns["loss_mask"]
     text = "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nH1[/INST] G1 </s><s>[INST] H2 [/INST] G2 </s>"
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([one for one, trained in zip(ids, mask, strict=True) if trained]) == " G1 </s> G2 </s>"
@@ -136,8 +136,10 @@ def pieces(name, text, length, family="plain", **entry):
     tokenizer = byte_tokenizer(family)
     made = encoder({"type": name, **entry}, tokenizer, sequence_len=length)
     records = made({entry.get("text_column", "text"): text})
-    assert all(record.columns["loss_mask"] == [False] + [True] * (len(record.columns["ids"]) - 1) for record in records)
-    return [tokenizer.decode(record.columns["ids"]) for record in records]
+    assert all(
+        record.columns["loss_mask"] == [False] + [True] * (len(record.columns["input_ids"]) - 1) for record in records
+    )
+    return [tokenizer.decode(record.columns["input_ids"]) for record in records]
 
 
 def test_long_texts_are_split_without_overlap():

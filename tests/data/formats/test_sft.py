@@ -19,7 +19,7 @@ def spans(entry, row, family="chatml", **keys):
     tokenizer = byte_tokenizer(family)
     result = []
     for record in encoder(entry, tokenizer, **keys)(row):
-        ids, scored = record.columns["ids"], record.columns["loss_mask"]
+        ids, scored = record.columns["input_ids"], record.columns["loss_mask"]
         stretches, current = [], []
         for token, counts in [*zip(ids, scored, strict=True), (None, False)]:
             if counts:
@@ -153,7 +153,7 @@ def test_messages_of_another_column_without_a_type():
 
 def test_token_ids_are_taken_as_they_are():
     (record,) = encoder({})({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]})
-    assert record.columns == {"ids": [5, 6, 7], "loss_mask": [False, False, True]}
+    assert record.columns == {"input_ids": [5, 6, 7], "loss_mask": [False, False, True]}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def prepared(row=ROW, family="chatml", **entry):
 
 def test_labels_stand_at_the_ends_of_steps():
     tokenizer, record = prepared()
-    ids, labels = record.columns["ids"], record.columns["labels"]
+    ids, labels = record.columns["input_ids"], record.columns["labels"]
     assert tokenizer.decode(ids) == "9.8 or 9.11?0.8 is larger.\nSo 9.8.\n"
     ends = [number for number, label in enumerate(labels) if label != -100]
     assert [labels[end] for end in ends] == [1, 0]
@@ -30,19 +30,19 @@ def test_labels_stand_at_the_ends_of_steps():
 
 def test_a_bos_comes_first_where_there_is_one():
     tokenizer, record = prepared(family="llama3")
-    assert record.columns["ids"].count(tokenizer.bos_token_id) == 1
-    assert record.columns["ids"][0] == tokenizer.bos_token_id
+    assert record.columns["input_ids"].count(tokenizer.bos_token_id) == 1
+    assert record.columns["input_ids"][0] == tokenizer.bos_token_id
     assert record.columns["labels"][0] == -100
 
 
 def test_separator_last_step_and_limit_are_honoured():
     tokenizer, record = prepared(step_separator=" ##", train_on_last_step_only=True)
-    assert tokenizer.decode(record.columns["ids"]) == "9.8 or 9.11?0.8 is larger. ##So 9.8. ##"
+    assert tokenizer.decode(record.columns["input_ids"]) == "9.8 or 9.11?0.8 is larger. ##So 9.8. ##"
     assert [label for label in record.columns["labels"] if label != -100] == [0]
     assert record.columns["labels"][-1] == 0
     tokenizer, short = prepared(max_completion_length=5)
     prompt = tokenizer("9.8 or 9.11?")["input_ids"]
-    assert len(short.columns["ids"]) == len(short.columns["labels"]) == len(prompt) + 5
+    assert len(short.columns["input_ids"]) == len(short.columns["labels"]) == len(prompt) + 5
 
 
 @pytest.mark.parametrize(

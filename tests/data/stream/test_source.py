@@ -29,7 +29,7 @@ def feed_of(config):
 
 def texts(rows):
     tokenizer = byte_tokenizer()
-    return [tokenizer.decode(fed.row["ids"], skip_special_tokens=True) for fed in rows]
+    return [tokenizer.decode(fed.row["input_ids"], skip_special_tokens=True) for fed in rows]
 
 
 def numbers(rows):
@@ -78,7 +78,7 @@ def test_rows_are_what_prepared_rows_are(tmp_path, feeds):
     write_rows(tmp_path / "rows.jsonl", 40)
     stream = feeds(config_of(tmp_path, {"path": "rows.jsonl", "streaming": True}, min_sample_len=6))
     plain = prepare(config_of(tmp_path, {"path": "rows.jsonl"}, min_sample_len=6), byte_tokenizer()).train
-    key = lambda row: row["ids"]  # noqa: E731
+    key = lambda row: row["input_ids"]  # noqa: E731
     assert 0 < len(plain) < 40  # short ones are dropped
     assert sorted((fed.row for fed in stream.take(len(plain))), key=key) == sorted(plain, key=key)
 
@@ -100,7 +100,7 @@ def test_the_first_rows_can_be_held_out_and_a_stream_cut_short(tmp_path, feeds):
     config = config_of(tmp_path, entry, val_set_size=300)
     held_out = streamed_evaluation(config, byte_tokenizer())
     tokenizer = byte_tokenizer()
-    assert [int(tokenizer.decode(row["ids"]).split()[0]) for row in held_out] == list(range(100, 400))
+    assert [int(tokenizer.decode(row["input_ids"]).split()[0]) for row in held_out] == list(range(100, 400))
     feed = feeds(config)
     assert sorted(numbers(feed.take(400))) == list(range(400, 800))
     assert sorted(numbers(feed.take(400))) == list(range(400, 800))
@@ -172,7 +172,7 @@ def test_rows_are_ordered_by_a_column(tmp_path, feeds):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(tmp_path, {"path": "rows.jsonl"}, curriculum_column="level")
     decode = byte_tokenizer().decode
-    ordered = [int(decode(row["ids"]).split()[0]) for row in prepare(config, byte_tokenizer()).train]
+    ordered = [int(decode(row["input_ids"]).split()[0]) for row in prepare(config, byte_tokenizer()).train]
     assert [rows[number]["level"] for number in ordered] == list(range(40))
     mixed = feeds(config_of(tmp_path, {"path": "rows.jsonl"}, curriculum_column="level", mix="interleave_over"))
     assert numbers(mixed.take(40)) == ordered

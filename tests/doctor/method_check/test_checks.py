@@ -122,6 +122,11 @@ def by_place(rewards):
     return rewards - rewards[0]
 
 
+def by_a_size_of_its_own(rewards):
+    grouped = rewards.view(-1, 4)
+    return (grouped - grouped.nanmean(1, keepdim=True)).flatten()
+
+
 def by_spread(rewards, groups):
     sizes = torch.zeros(int(groups.max()) + 1).index_add(0, groups, torch.ones_like(rewards))[groups]
     spread = torch.stack([rewards[groups == group].std() for group in groups])
@@ -140,7 +145,12 @@ def by_chance(rewards):
     return rewards * torch.rand_like(rewards)
 
 
+def infinite_where_long(log_ratio, mask, lengths):
+    return (log_ratio * mask).sum(1) / (lengths < 12)
+
+
 WRONG = {
+    infinite_where_long: ("runs", "returned NaN or infinity in 3 of 11 terms"),
     by_number: ("any order", "A sequence has no fixed place in a batch"),
     noisy: ("runs", "with the same step again. Draw no random numbers"),
     by_tokens_of_the_batch: ("any cut into micro-batches", "micro-batch. Return the terms themselves"),
@@ -165,7 +175,12 @@ def test_wrong_losses_are_caught_in_words(loss):
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [(by_place, "another order"), (by_spread, "NaN or infinity"), (by_chance, "at the second call. Draw no random")],
+    [
+        (by_a_size_of_its_own, "it does not fit 3 groups of 5 completions. Read which completions belong together"),
+        (by_place, "another order"),
+        (by_spread, "NaN or infinity"),
+        (by_chance, "at the second call. Draw no random"),
+    ],
 )
 def test_wrong_advantages_are_caught_in_words(function, words):
     findings = check(GRPO(advantage_estimator=function))
@@ -210,6 +225,23 @@ def test_the_example_of_the_page_passes():
     examples = Path(__file__).parents[3] / "examples" / "own_method"
     for method in methods_of("squared.py", {}, None, examples).values():
         assert names(check(method)) == []
+
+
+def test_one_mistake_has_one_cause():
+    by_name = {one.name: one.problem or "" for one in check(GRPO(loss_type=by_width))}
+    assert "Padding is in it" in by_name["any cut into micro-batches"]
+    assert "The cause is that of 'any cut" in by_name["trees, rows and ranks of a model"]
+    assert not any("divided by, averaged" in problem for problem in by_name.values())
+    by_name = {one.name: one.problem or "" for one in check(GRPO(loss_type=by_tokens_of_the_batch))}
+    assert "divided by, averaged" in by_name["any cut into micro-batches"]
+
+
+def test_a_detached_loss_is_told_the_names_of_its_kind():
+    def detached(chosen_log_ratio, rejected_log_ratio):
+        return (rejected_log_ratio - chosen_log_ratio).detach()
+
+    (finding,) = check(DPO(loss_type=detached))
+    assert "use 'chosen_log_ratio' or 'rejected_log_ratio' without .detach()" in (finding.problem or "")
 
 
 def test_what_cannot_be_tried_is_said():

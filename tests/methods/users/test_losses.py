@@ -50,7 +50,7 @@ def test_every_name_has_its_shape():
 
     def record(*, logps, old_logps, log_ratio, ratio, advantages, sequence_advantages, mask, lengths, entropy,
                ref_logps, sampler_logps, correction, versions, lag, max_completion_length):  # fmt: skip
-        seen.update(locals())
+        seen.update({} if seen else locals())  # later calls try a part of the batch
         return logps
 
     out, batch = step(sampler_logps_T=[-0.5, float("nan"), -0.3, -2.0, -0.7, -0.1], lag_T=[1.0, 1, 1, 2, 3, 3])
@@ -129,7 +129,7 @@ def test_every_name_of_pairs_has_its_shape():
 
     def record(*, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_log_ratio,
                rejected_log_ratio, logps, ref_logps, entropy, mask, lengths, beta):  # fmt: skip
-        seen.update(locals())
+        seen.update({} if seen else locals())  # later calls try a part of the batch
         return chosen_logps
 
     total_loss(DPO(loss_type=record), *pairs())
@@ -234,3 +234,48 @@ def test_methods_that_compute_their_own_advantages_refuse_others():
         GDPO(advantage_estimator=center)
     with pytest.raises(ValidationError, match=r"choose ebft\.advantage_estimator"):
         EBFT(advantage_estimator=center)
+
+
+def by_tokens(ratio, advantages, mask):
+    return -ratio * advantages / mask.sum()
+
+
+def by_pairs(chosen_log_ratio, rejected_log_ratio):
+    return (rejected_log_ratio - chosen_log_ratio) / len(chosen_log_ratio)
+
+
+def by_answers(log_ratio, desirable):
+    return torch.where(desirable, -log_ratio, log_ratio) - log_ratio.mean()
+
+
+def by_texts(logps, mask):
+    return -(logps * mask).sum(1) / len(mask)
+
+
+CUT = {
+    "grpo": (GRPO(loss_type=by_tokens), GRPO(loss_type=clipped)),
+    "dpo": (DPO(loss_type=by_pairs), DPO(loss_type=sigmoid)),
+    "kto": (KTO(loss_type=by_answers), KTO(loss_type=apo)),
+    "sft": (SFT(loss_type=by_texts), SFT(loss_type=lambda logps: -logps)),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_loss_that_depends_on_its_micro_batch_is_warned_of_once_as_a_run_begins(name, caplog):
+    wrong, right = CUT[name]
+    out, batch = pairs() if name == "dpo" else step(**({"label_S": [1, 0, 1]} if name == "kto" else {}))
+    for _ in range(3):
+        total_loss(wrong, out, batch)
+    (line,) = [record.getMessage() for record in caplog.records if "fewer are in the micro-batch" in record.message]
+    assert "by_" in line
+    caplog.clear()
+    total_loss(right, out, batch)
+    assert caplog.records == []
+
+
+def test_what_is_not_finite_is_counted_as_it_was_returned():
+    def infinite(ratio, lengths):
+        return ratio[:, 0] / (lengths < 3)
+
+    with pytest.raises(UserError, match="in 1 of 3 terms"):
+        total_loss(GRPO(loss_type=infinite), *step())

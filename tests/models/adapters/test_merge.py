@@ -124,6 +124,16 @@ def test_changing_one_of_two_tied_weights_unties_them(tmp_path, way):
     assert torch.allclose(merged(input_ids=IDS).logits, right, atol=1e-4)
 
 
+def test_tied_weights_that_are_not_touched_stay_tied_in_a_model_that_is_merged_whole(tmp_path, recwarn):
+    what, right = adapted(tmp_path, kind="qwen3_moe", tied=True)
+    merge_adapter(what, tmp_path / "merged")
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"]
+    assert not report["missing_keys"]
+    assert torch.allclose(merged.eval()(input_ids=IDS).logits, right, atol=1e-4)
+    assert not [one for one in recwarn if "no longer tied" in str(one.message)]
+
+
 def test_a_reward_model_brings_its_head(tmp_path):
     what, right = adapted(tmp_path, auto=AutoModelForSequenceClassification, task="SEQ_CLS")
     merge_adapter(what, tmp_path / "merged")

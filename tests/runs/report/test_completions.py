@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from made_reports import as_lines, completion, write_run
 from upweight.runs.report import completions as written
 from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, reward_ranges, shown
@@ -83,3 +85,25 @@ def test_rewards_and_lengths_of_a_file_are_measured(tmp_path):
     assert first["lengths"] == [2] * 4
     assert reward_ranges(parts)["rewards/correct/mean"] == [1.0, 1.0]
     assert reward_ranges(parts)["reward"] == [2.0, 2.0]
+
+
+def test_images_of_prompts_come_small_and_once(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    folder = write_run(tmp_path / "run")
+    image.new("RGB", (600, 300), (200, 30, 30)).save(tmp_path / "red.png")
+    (tmp_path / "text.png").write_text("no picture")
+    refs = [{"digest": name, "path": str(tmp_path / f"{name}.png"), "tokens": 4} for name in ("red", "text", "gone")]
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "colour?"}]}]
+    rows = [completion(3, place, images=refs, prompt=prompt) for place in range(3)]
+    (folder / "completions" / "step_00003.jsonl").write_text(as_lines(rows))
+    reader = CompletionsReader(folder)
+    parts, _ = reader.read([])
+    (part,) = (part for part in parts if part["step"] == 3)
+    assert part["rows"][0]["images"] == ["red", "text", "gone"]
+    assert part["rows"][0]["prompt"] == [{"role": "user", "content": "[image] colour?"}]
+    assert "images" not in part["rows"][0]["columns"]
+    pictures = reader.pictures(parts)
+    assert list(pictures) == ["red"]  # what is no picture never reaches the page
+    assert pictures["red"].startswith("data:image/jpeg;base64,")
+    assert len(pictures["red"]) < 10_000
+    assert "images" in shown(completion(1, images=["a column of the user's"]), [])["columns"]

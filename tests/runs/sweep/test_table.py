@@ -2,6 +2,7 @@
 
 import json
 
+from upweight.runs.files import this_machine
 from upweight.runs.sweep.plan import plan_trials
 from upweight.runs.sweep.table import best_of, results_of, rows_of, write_table
 
@@ -47,3 +48,11 @@ def test_rewards_are_means_of_the_last_logs_and_the_greatest_wins(tmp_path):
     assert [result.value for result in results] == [15.5, 16.5]
     assert best_of(metric, results).name == high.name
     assert results_of(tmp_path, [low, high], "kl")[1][0].value is None
+
+
+def test_a_trial_that_was_killed_is_not_shown_as_running(tmp_path):
+    _, (first, second) = plan_trials(["seed=1,2"])
+    rows = [{"step": 1, "loss": 1.0}]
+    write_trial(tmp_path, first.name, rows, state="running", machine=this_machine(), pid=2**30, begun=1.0)
+    write_trial(tmp_path, second.name, rows, state="running", machine="another", pid=2**30, begun=1.0)
+    assert [result.state for result in results_of(tmp_path, [first, second], None)[1]] == ["killed", "running"]

@@ -86,7 +86,7 @@ def test_rewards_may_read_the_objects_of_episodes(folder):
     assert sorted(type(one).__name__ for one in seen[0]) == ["Adding"] * 4 + ["Asking"] * 4
     assert len({id(one) for one in seen[0]}) == 8
     assert all("environment" not in one.columns for one in seen[0] if isinstance(one, Asking))  # it only chooses
-    assert not any(group.environments for group in trainer.rollouts.producer.evaluate(trainer.train_dataset, 2))
+    assert not any(group.environments for group in trainer.rollouts.producer.evaluate(trainer.train_rows, 2))
 
 
 @pytest.mark.parametrize(

@@ -93,15 +93,56 @@ def test_a_trainer_on_rows_takes_evaluation_streams_in_every_form(case, form):
     }
     made = trainer_of(trainer, config, ROWS[rows], forms[form](rows), **settings)
     assert isinstance(made.eval_dataset, dict) == (form != "one")
+    if case == "sft":
+        assert "input_ids" in next(iter(made.eval_dataset if form == "one" else made.eval_dataset["data1"]))
     if form != "one":
         assert set(made.eval_dataset) == {"data1", "data2"}
     held, later = made.evaluate(), trainer_of(trainer, config, ROWS[rows], **settings)
-    metric = "reward" if trainer in ONLINE else "loss"
+    metric = "loss"  # also of a policy gradient, in scripts
     names = [f"eval_{metric}"] if form == "one" else [f"eval_data1_{metric}", f"eval_data2_{metric}"]
     assert set(names) <= set(held)
     given = later.evaluate(forms[form](rows))
     assert [given[name] for name in names] == pytest.approx([held[name] for name in names])
     assert len({round(held[name], 5) for name in names}) == 1
+
+
+@pytest.mark.parametrize("case", ["grpo", "rloo"])
+@pytest.mark.parametrize("form", [stream, lambda name: Dataset.from_list(ROWS[name])])
+def test_online_trainers_keep_the_datasets_that_they_were_given(case, form):
+    trainer, config, rows, settings = CASES[case]
+    train, held_out = form(rows), form(rows)
+    made = trainer_of(trainer, config, train, held_out, **settings)
+    assert made.train_dataset is train
+    assert made.eval_dataset is held_out
+    whole = made.evaluate()
+    assert whole["eval_samples_per_second"] > 0
+    made.eval_dataset = ROWS[rows][:1]  # a script may put others in their place
+    assert made.evaluate()["eval_reward"] == pytest.approx(made.evaluate(ROWS[rows][:1])["eval_reward"])
+
+
+def test_loaders_of_online_trainers_have_the_workers_of_the_arguments_but_for_a_stream():
+    trainer, config, rows, settings = CASES["grpo"]
+    settings = settings | {"dataloader_num_workers": 4}
+    made = trainer_of(trainer, config, ROWS[rows], stream(rows), **settings)
+    assert made.get_train_dataloader().num_workers == made.args.dataloader_num_workers == 4
+    assert made.get_eval_dataloader().num_workers == 0
+    batch = next(iter(made.get_eval_dataloader()))
+    assert [row["prompt"] for row in batch] == [row["prompt"] for row in ROWS[rows][: len(batch)]]
+    streamed = trainer_of(trainer, config, stream(rows), ROWS[rows], **settings)
+    assert streamed.get_train_dataloader().num_workers == streamed.args.dataloader_num_workers == 0
+
+
+@pytest.mark.parametrize("case", ["grpo", "rloo"])
+def test_the_loss_of_an_evaluation_is_that_of_its_completions(case):
+    trainer, config, rows, settings = CASES[case]
+    made = trainer_of(trainer, config, ROWS[rows], ROWS[rows], beta=0.5, learning_rate=0.1, **settings)
+    assert made.evaluate()["eval_loss"] == pytest.approx(0.0, abs=1e-5)  # ratios are 1, and advantages sum to 0
+    made.train()
+    after = made.evaluate()
+    assert after["eval_kl"] > 0
+    # The KL is a term of GRPO's loss, and a part of RLOO's rewards.
+    expected = 0.5 * after["eval_kl"] if case == "grpo" else 0.0
+    assert after["eval_loss"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("which", ["train", "eval", "several", "of datasets"])
@@ -143,9 +184,9 @@ def test_training_data_that_are_missing_or_not_split(case):
     with pytest.raises(UserError, match="`train_dataset` is required: a Dataset"):
         trainer_of(trainer, config, None, **settings)
     splits = {"train": Dataset.from_list(ROWS[rows]), "test": Dataset.from_list(ROWS[rows])}
-    with pytest.raises(UserError, match=r"train_dataset: DatasetDict holds splits. Pass one, as `dataset\['train'\]`"):
+    with pytest.raises(UserError, match=r"and a DatasetDict holds splits. Pass one, as `dataset\['train'\]`"):
         trainer_of(trainer, config, DatasetDict(splits), **settings)
-    with pytest.raises(UserError, match="train_dataset: IterableDatasetDict holds splits"):
+    with pytest.raises(TypeError, match="`train_dataset` must be a `Dataset` or `IterableDataset`"):
         trainer_of(trainer, config, IterableDatasetDict({"train": stream(rows)}), **settings)
 
 

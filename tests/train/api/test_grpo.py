@@ -219,8 +219,8 @@ def test_prompts_are_cut_from_the_left_and_counted(folder, caplog):
     long = [{"prompt": "x" * 30 + "end"}, {"prompt": "short"}]
     with caplog.at_level(logging.WARNING, "upweight"):
         trainer = grpo(folder, rows=long, max_prompt_length=10)
-    assert trainer.processing_class.decode(trainer.train_dataset[0]["prompt_ids"]) == "x" * 7 + "end"
-    assert trainer.train_dataset[0]["prompt"] == "x" * 30 + "end"
+    assert trainer.processing_class.decode(trainer.train_rows[0]["prompt_ids"]) == "x" * 7 + "end"
+    assert trainer.train_rows[0]["prompt"] == "x" * 30 + "end"
     assert "train_dataset: 2 rows read, 2 kept; 1 prompt cut to max_prompt_length" in caplog.text
 
 
@@ -228,7 +228,7 @@ def test_chat_template_kwargs_reach_the_template(folder):
     tokenizer = made_tokenizer("{{ mark }}" + TEMPLATE, bos=False)
     args = GRPOConfig(output_dir=str(folder / "out"), chat_template_kwargs={"mark": "!!"}, **COMMON)
     trainer = GRPOTrainer(str(folder / "model"), vowels(), args, ROWS, processing_class=tokenizer)
-    assert tokenizer.decode(trainer.train_dataset[0]["prompt_ids"]).startswith("!!")
+    assert tokenizer.decode(trainer.train_rows[0]["prompt_ids"]).startswith("!!")
 
 
 def test_completions_are_written_only_if_asked(folder):

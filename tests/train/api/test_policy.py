@@ -27,7 +27,7 @@ def sft(folder, place, **options):
 
 def test_a_template_comes_from_a_file(folder):
     trainer = sft(folder, "loud.jinja")
-    text = trainer.processing_class.decode(trainer.train_dataset[0]["ids"])
+    text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
     assert text.startswith("<|im_start|>USER\nWhy?<|im_end|>")
     args = RewardConfig(
         output_dir=str(folder / "out"), chat_template_path=str(folder / "loud.jinja"), use_cpu=True, max_steps=1
@@ -42,7 +42,7 @@ def test_a_template_comes_from_a_file(folder):
 def test_a_template_comes_from_another_tokenizer_with_its_tokens(folder):
     trainer = sft(folder, "other")
     assert trainer.processing_class.eos_token == "<|over|>"
-    ids = trainer.train_dataset[0]["ids"]
+    ids = trainer.train_dataset[0]["input_ids"]
     assert trainer.processing_class.decode(ids).endswith("No.<|over|>")
     assert max(ids) == 260 == trainer.model.get_input_embeddings().num_embeddings - 1
     trainer.train()

@@ -21,7 +21,7 @@ def prepared(config, rows, folder, **settings):
 
 
 def trained_text(row):
-    return TOKENIZER.decode([token for token, scored in zip(row["ids"], row["loss_mask"], strict=True) if scored])
+    return TOKENIZER.decode([token for token, scored in zip(row["input_ids"], row["loss_mask"], strict=True) if scored])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_masks_fit_their_tokens(mask, tmp_path):
 def test_rows_of_which_nothing_is_left_to_train_on_are_dropped(tmp_path):
     rows = [{"input_ids": [5, 6, 7, 8], "assistant_masks": mask} for mask in ([0, 0, 0, 1], [0, 1, 0, 1])]
     assert list(prepared(SFTConfig, rows, tmp_path, max_length=3)) == [
-        {"ids": [5, 6, 7], "loss_mask": [False, True, False]}
+        {"input_ids": [5, 6, 7], "loss_mask": [False, True, False]}
     ]
 
 
@@ -123,7 +123,7 @@ def test_token_ids_of_reward_models_are_taken_as_they_are(ending, tmp_path):
 
 def test_token_ids_of_steps_are_taken_as_they_are(tmp_path):
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 1, 0]}]
-    assert prepared(PRMConfig, rows, tmp_path)[0] == {"ids": [5, 6, 7], "labels": [-100, 1, 0]}
+    assert prepared(PRMConfig, rows, tmp_path)[0] == {"input_ids": [5, 6, 7], "labels": [-100, 1, 0]}
     assert prepared(PRMConfig, rows, tmp_path, max_length=2)[0]["labels"] == [-100, 1]
     with pytest.raises(UserError, match="train_on_last_step_only"):
         prepared(PRMConfig, rows, tmp_path, train_on_last_step_only=True)
@@ -138,7 +138,7 @@ def test_columns_of_other_names_are_listed_with_the_remedy(tmp_path):
 
 def test_rows_may_be_formatted_for_torch_or_come_through_a_transform(tmp_path):
     ids = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]).with_format("torch", ["input_ids"])
-    assert prepared(SFTConfig, ids, tmp_path)[0] == {"ids": [5, 6, 7], "loss_mask": [False, True, True]}
+    assert prepared(SFTConfig, ids, tmp_path)[0] == {"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}
     loud = Dataset.from_list([{"text": "why?"}]).with_transform(
         lambda rows: {"text": [t.upper() for t in rows["text"]]}
     )

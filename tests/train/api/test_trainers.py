@@ -261,7 +261,7 @@ def test_rows_are_shuffled_only_if_asked(folder):
     def order(**config):
         args = SFTConfig(output_dir=str(folder / "out"), train_sampling_strategy="sequential", **config, **COMMON)
         trainer = SFTTrainer(str(folder / "model"), args=args, train_dataset=ROWS["text"])
-        return [row["ids"] for batch in trainer.get_train_dataloader().batch_sampler for row in
+        return [row["input_ids"] for batch in trainer.get_train_dataloader().batch_sampler for row in
                 [trainer.train_dataset[number] for number in batch]]  # fmt: skip
 
     rows = order()

@@ -349,6 +349,6 @@ def test_answers_are_kept_for_people_to_read(tmp_path):
     producer = trainer.rollouts.producer
     rows = list(readable(trainer.rollouts.current, producer.names, producer.decode))
     assert {"anchor", "prompt", "ground_truth", "completion", "rewards", "advantage"} <= set(rows[0])
-    assert not {"ids", "loss_mask"} & set(rows[0])
+    assert not {"input_ids", "loss_mask"} & set(rows[0])
     assert set(rows[0]["rewards"]) == {"alignment", "diversity"}
     assert rows[0]["prompt"] + rows[0]["ground_truth"] in " ".join(text * 3 for text in ANSWERS)

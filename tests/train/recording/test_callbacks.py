@@ -88,6 +88,13 @@ def test_no_number_ends_the_run_and_leaves_the_rows_since_the_last_log(bad, tmp_
     assert [json.loads(line) for line in lines] == [{"step": s + 1, "row": s, "ids": [1]} for s in (5, 6)]
 
 
+def test_code_of_the_user_is_named_first(tmp_path):
+    _, args = on_nan(tmp_path)
+    watch = StopOnNan(lambda step: [], ["mine.Margin"])
+    with pytest.raises(UserError, match=r"Look first at 'mine.Margin', code of yours: .* Or lower 'learning_rate'"):
+        watch.on_log(args, state(7), TrainerControl(), logs={"loss": float("nan")})
+
+
 def test_an_overflow_that_float16_skips_is_no_reason_to_stop(tmp_path):
     watch, args = on_nan(tmp_path, fp16=True)
     watch.on_log(args, state(2), TrainerControl(), logs={"loss": 1.0, "grad_norm": float("inf")})

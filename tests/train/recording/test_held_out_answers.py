@@ -22,9 +22,8 @@ def run(tmp_path, model_folder, *overrides, **keys):
     return tmp_path / "out"
 
 
-def test_answers_before_and_after_are_on_the_page(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(held_out_answers, "NEW_TOKENS", 8)
-    out = run(tmp_path, model_folder, eval_samples=2)
+def test_answers_before_and_after_are_on_the_page(model_folder, tmp_path):
+    out = run(tmp_path, model_folder, eval_samples=2, generation_max_new_tokens=8)
     before, after = answers(out, 0), answers(out, 3)
     assert [row["row"] for row in before] == [row["row"] for row in after] == [0, 1]
     assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
@@ -37,12 +36,23 @@ def test_answers_before_and_after_are_on_the_page(model_folder, tmp_path, monkey
     assert shown["held_out"][0]["lines"][0]["first"] == 0
 
 
-def test_what_is_trained_does_not_depend_on_it(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(held_out_answers, "NEW_TOKENS", 4)
+def test_every_evaluation_is_answered_where_that_is_asked(model_folder, tmp_path):
+    sampled = {"generation_max_new_tokens": 4, "generation_temperature": 1.5, "generation_top_k": 50}
+    out = run(tmp_path, model_folder, generate_samples=True, eval_steps=1, **sampled)
+    rows = [answers(out, step) for step in range(4)]
+    assert [len(part) for part in rows] == [3, 3, 3, 3]
+    likeliest = run(tmp_path, model_folder, "output_dir=" + str(tmp_path / "likeliest"), eval_samples=3)
+    assert likeliest == out
+    assert not (tmp_path / "likeliest" / "completions" / "eval_step_00001.jsonl").exists()
+    texts = [[row["completion"] for row in part] for part in (rows[0], answers(tmp_path / "likeliest", 0))]
+    assert texts[0] != texts[1]
+
+
+def test_what_is_trained_does_not_depend_on_it(model_folder, tmp_path):
     losses = []
-    for name, count in (("with", 2), ("without", 0)):
+    for name, keys in (("with", {"eval_samples": 2, "generation_max_new_tokens": 4}), ("without", {})):
         (tmp_path / name).mkdir()
-        out = run(tmp_path / name, model_folder, eval_samples=count)
+        out = run(tmp_path / name, model_folder, **keys)
         losses.append([row["loss"] for row in metrics_of(out) if "loss" in row])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -56,6 +66,6 @@ def test_time_is_bounded(model_folder, tmp_path, monkeypatch, caplog):
 
 def test_texts_without_a_prompt_have_no_answer():
     find = held_out_answers._prompt_and_answer
-    assert find(0, {"ids": [1, 2, 3], "loss_mask": [False, True, True]}) is None
-    assert find(1, {"ids": [1, 2, 3, 4], "loss_mask": [False, False, True, True]}) == (1, [1, 2], [3, 4])
+    assert find(0, {"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}) is None
+    assert find(1, {"input_ids": [1, 2, 3, 4], "loss_mask": [False, False, True, True]}) == (1, [1, 2], [3, 4])
     assert find(2, {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}) == (2, [5], [6])

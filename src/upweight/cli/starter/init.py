@@ -1,16 +1,19 @@
 """`upweight init`: a folder to start from: a commented config, sample rows, rewards, and what to do with them."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from upweight.cli.starter import rewards
+from upweight.cli.starter.pictures import picture
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
 from upweight.files import packaged_yaml
 
 GYM_SERVER = "example_session_state_mgmt"  # comes with the Gym
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PICTURES = "pictures"  # folder of a starter with images
 FOLDER = Path(__file__).parent
 TEXTS = packaged_yaml(FOLDER / "starters.yaml")
 PARTS: dict[str, str] = TEXTS["parts"]
@@ -42,7 +45,7 @@ STARTERS = {method: Starter(**fields) for method, fields in TEXTS["starters"].it
 def run(method: str | None, folder: Path | None) -> None:
     """Write the starter of a method and say how to go on; or list them."""
     if method is None:
-        print("\n".join(f"upweight init {name:<8}{starter.about}" for name, starter in STARTERS.items()))
+        print("\n".join(f"upweight init {name:<10}{starter.about}" for name, starter in STARTERS.items()))
         return
     folder = write_starter(method, folder or Path(method))
     train = "upweight train config.yaml"
@@ -53,13 +56,23 @@ def run(method: str | None, folder: Path | None) -> None:
 def write_starter(method: str, folder: Path) -> Path:
     """Write the files of a starter; one that is there already is never written over."""
     files = starter_files(method)
-    there = [name for name in files if (folder / name).exists()]
+    drawn = {f"{PICTURES}/{number:02d}.png": picture(number) for number in range(_pictures_of(files))}
+    there = [name for name in (*files, *drawn) if (folder / name).exists()]
     if there:
         raise UserError(f"{folder}: {', '.join(there)} would be written over. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+    for name, content in drawn.items():
+        (folder / PICTURES).mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
     return folder
+
+
+def _pictures_of(files: Mapping[str, str]) -> int:
+    """Return how many pictures belong to the rows of a starter: one for each, or none."""
+    rows = next(text for name, text in files.items() if name.endswith(".jsonl"))
+    return rows.count(f'"{PICTURES}/')
 
 
 def starter_files(method: str) -> dict[str, str]:
@@ -83,10 +96,13 @@ def starter_files(method: str) -> dict[str, str]:
     commands["upweight report out"] = "curves, completions and verdicts as one page"
     if "reward_model: true" in config:
         commands["upweight score out answers.jsonl"] = 'scores of {"prompt": ..., "completion": ...} rows'
+    elif f'"{PICTURES}/' in rows:
+        about[f"{PICTURES}/"] = "squares to be counted, one picture for each row"
+        commands[f'upweight inference out --prompt "How many squares?" --image {PICTURES}/00.png'] = "ask the result"
     else:
         commands["upweight inference out --chat"] = "talk to the result"
     readme = PARTS["readme"].format(
-        files="\n".join(f"| `{name}` | {about[name]} |" for name in files),
+        files="\n".join(f"| `{name}` | {what} |" for name, what in about.items()),
         commands="\n".join(f"{command:<34}# {why}" for command, why in commands.items()),
         example=rows.partition("\n")[0],
         **vars(starter),

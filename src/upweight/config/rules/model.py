@@ -16,13 +16,15 @@ ENDINGS: dict[Head, str] = {
     "sequence_score": "ForSequenceClassification",
     "step_score": "ForTokenClassification",
 }
+IMAGE_ENDINGS = ("ForImageTextToText", "ForConditionalGeneration")  # of vision-language models
 
 
 def loading(config: Config) -> Iterator[str]:
     """Check the model class, the outputs of its head, the arguments of `from_pretrained`, and GGUF files."""
     model, adapter, head, labels = config.model, config.adapter, config.method.head, config.model.num_labels
     ending = ENDINGS[head]
-    if model.model_class is not None and not model.model_class.endswith(ending):
+    endings = (ending, *IMAGE_ENDINGS) if head == "tokens" else (ending,)
+    if model.model_class is not None and not model.model_class.endswith(endings):
         yield f"model_type: this method needs a model {ending!r}, such as AutoModel{ending}, not {model.model_class}."
     if model.mistral_tokens and model.tokenizer_class:
         yield "tokenizer_use_mistral_common: cannot be used with 'tokenizer_type'. Keep one."

@@ -11,6 +11,7 @@ from upweight.config.rules.data import entries
 from upweight.config.sections.training import FROM_BITSANDBYTES, LOW_RANK
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
+from upweight.settings import values_by_path
 from upweight.user_modules import is_path
 
 LONGEST_NAME = 255  # bytes that file systems allow in a name
@@ -128,7 +129,7 @@ def evaluates(config: Config) -> bool:
 
 def evaluation_is_there(config: Config) -> Iterator[str]:
     """Require evaluation data for keys that depend on evaluations."""
-    depending = ("early_stopping_patience", "load_best_model_at_end", "eval_samples")
+    depending = ("early_stopping_patience", "load_best_model_at_end", "eval_samples", "generate_samples")
     keys = [key for key in depending if config.set_keys.get(key)]
     keys += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
     keys += ["save_strategy: best"] if config.run.save_strategy == "best" else []
@@ -140,14 +141,18 @@ def evaluation_is_there(config: Config) -> Iterator[str]:
 
 def held_out_answers(config: Config) -> Iterator[str]:
     """Check that an offline run can answer held-out prompts."""
-    if not config.run.eval_samples:
-        return
-    if config.method.online:
-        yield "eval_samples: is for offline methods; an online run keeps the completions of its evaluations. Drop it."
+    key = "eval_samples" if config.run.eval_samples else "generate_samples"
+    if not config.run.answered_prompts:
+        defaults = values_by_path(type(config.run)())  # which a run's config.yaml has
+        for name, value in values_by_path(config.run).items():
+            if name.startswith("generation_") and value != defaults[name]:
+                yield f"{name}: nothing is answered. Set 'eval_samples', or drop the key."
+    elif config.method.online:
+        yield f"{key}: is for offline methods; an online run keeps the completions of its evaluations. Drop it."
     elif config.method.head != "tokens":
-        yield f"eval_samples: a reward model ({config.method.name}) scores texts and writes none. Drop it."
+        yield f"{key}: a reward model ({config.method.name}) scores texts and writes none. Drop it."
     elif config.sharding.fsdp or config.sharding.deepspeed is not None:
-        yield "eval_samples: answers are not sampled from sharded weights (fsdp, deepspeed). Drop it."
+        yield f"{key}: answers are not sampled from sharded weights (fsdp, deepspeed). Drop it."
 
 
 def best_checkpoint(config: Config) -> Iterator[str]:

@@ -27,6 +27,18 @@ class ModelSection(Section):
         "tokenizer_use_mistral_common", False, "Read Mistral's `tekken.json` with its tokens for BOS, EOS and padding."
     )
     tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
+    processor_class: str | None = setting(
+        "processor_type", None, "Name of the processor class of a vision-language model; AutoProcessor when left out."
+    )
+    processor_options: dict[str, Any] = setting(
+        "processor_kwargs", {}, "Further arguments of the processor's `from_pretrained`, such as `max_pixels`."
+    )
+    freeze_vision: bool | None = setting(
+        "freeze_vision",
+        None,
+        "Do not train what only images go through (vision tower and projector); when left out, with an adapter.",
+        also=("freeze_mm_modules",),
+    )
     model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
     revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))
     gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`; its weights are dequantised.")

@@ -22,6 +22,7 @@ CometOption = Literal[
     "distributed_node_identifier", "name", "tags",
 ]  # fmt: skip
 SwanlabMode = Literal["cloud", "local", "offline", "disabled"]
+UNNAMED_SAMPLES = 3  # prompts that `generate_samples` answers
 
 
 class RunSection(Section):
@@ -44,6 +45,17 @@ class RunSection(Section):
         "Held-out prompts that an offline run answers before its first and after its last step.",
         ge=0,
     )
+    generate_samples: bool = setting(
+        "generate_samples",
+        False,
+        f"Answer held-out prompts at every evaluation too; {UNNAMED_SAMPLES} of them unless `eval_samples` is set.",
+    )
+    answer_tokens: PositiveInt = setting("generation_max_new_tokens", 128, "Tokens of such an answer, at most.")
+    answer_temperature: float = setting(
+        "generation_temperature", 0.0, "Temperature of such answers; 0 takes the likeliest tokens.", ge=0
+    )
+    answer_top_p: float = setting("generation_top_p", 1.0, "Top-p of such answers.", gt=0, le=1)
+    answer_top_k: int = setting("generation_top_k", 0, "Top-k of such answers; 0 for all tokens.", ge=0)
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
     greater_is_better: bool | None = setting("greater_is_better", None, "Whether a larger best metric is better.")
     load_best: bool = setting("load_best_model_at_end", False, "Load the best checkpoint as the final model.")
@@ -56,6 +68,11 @@ class RunSection(Section):
     hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")
     hub_timeout: PositiveInt = setting("hub_timeout", 120, "Seconds without an answer that end a request to the hub.")
     hub_private: bool = setting("hub_private_repo", True, "Whether a repository that the push creates is private.")
+
+    @property
+    def answered_prompts(self) -> int:
+        """Return how many held-out prompts an offline run answers."""
+        return self.eval_samples or (UNNAMED_SAMPLES if self.generate_samples else 0)
 
     @field_validator("output_dir")
     @classmethod
@@ -95,7 +112,7 @@ class TrackingSection(Section):
     comet_options: dict[CometOption, bool | int | str] = setting(
         "comet_experiment_config", {}, "Options of Comet's `ExperimentConfig`: `log_code: false`."
     )
-    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab.")
+    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab; `swanlab<0.8` is what transformers calls.")
     swanlab_api_key: str | None = setting("swanlab_api_key", None, "SwanLab key; its login serves too.")
     swanlab_project: str | None = setting("swanlab_project", None, "SwanLab project.")
     swanlab_workspace: str | None = setting("swanlab_workspace", None, "SwanLab user or team.")

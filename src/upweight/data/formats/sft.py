@@ -127,7 +127,7 @@ def token_ids(setup: Setup, row: Row) -> Tokens:
     """Read `input_ids` with `labels` (-100: not trained on), or with masks, of completions unless `train_on_inputs`."""
     ids = row.token_ids("input_ids")
     if row.has("labels"):
-        return Tokens({"ids": ids, "loss_mask": [label != IGNORED for label in row.token_labels(len(ids))]})
+        return Tokens({"input_ids": ids, "loss_mask": [label != IGNORED for label in row.token_labels(len(ids))]})
     loss_mask = [True] * len(ids)
     for key in ("assistant_masks", *(() if setup.data.train_on_inputs else ("completion_mask",))):
         if row.has(key):
@@ -135,7 +135,7 @@ def token_ids(setup: Setup, row: Row) -> Tokens:
             if len(mask) != len(ids) or any(mark not in (0, 1) for mark in mask):
                 raise RowError(key, f"0 or 1 for each of the {len(ids)} tokens, got {len(mask)} values")
             loss_mask = [old and bool(new) for old, new in zip(loss_mask, mask, strict=True)]
-    return Tokens({"ids": ids, "loss_mask": loss_mask})
+    return Tokens({"input_ids": ids, "loss_mask": loss_mask})
 
 
 FORMATS: dict[str, Format] = {

@@ -16,7 +16,7 @@ def stepwise(setup: Setup, row: Row) -> list[Example]:
             raise RowError("completions", f"steps as text, which {settings} need, got token ids")
         ids = row.token_ids("input_ids")
         labels = [label if label == IGNORED else _class(label, "labels", count) for label in row.token_labels(len(ids))]
-        return [Tokens({"ids": ids, "labels": labels})]
+        return [Tokens({"input_ids": ids, "labels": labels})]
     steps, labels = row.list_at("completions", "steps"), row.list_at("labels", "labels")
     if len(steps) != len(labels):
         raise RowError("labels", f"one label for each of the {len(steps)} steps, got {len(labels)}")

@@ -23,6 +23,7 @@ from upweight.config import Config
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
+from upweight.data.images import undecoded
 from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream, StreamStart
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
@@ -45,7 +46,7 @@ class Table:
     """The rows of a dataset of the `datasets` library."""
 
     def __init__(self, dataset: datasets.Dataset) -> None:
-        self.dataset = dataset
+        self.dataset = undecoded(dataset)
 
     def identity(self) -> list[Any]:
         """Return what identifies this content in the cache key: its files and the number of rows."""

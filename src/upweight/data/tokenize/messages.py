@@ -152,7 +152,10 @@ def _text_content(value: Any, key: str, may_be_missing: bool) -> str:
         parts = []
         for number, part in enumerate(value):
             if not isinstance(part, Mapping) or part.get("type", "text") not in TEXT_PARTS:
-                raise RowError(f"{key}[{number}]", "a part of type text (images and sound are not supported)")
+                raise RowError(
+                    f"{key}[{number}]",
+                    "a part of type text (this model reads no images)",
+                )
             parts.append(checked_text(part.get("text"), f"{key}[{number}].text", empty=True))
         return "".join(parts)
     return "" if value is None and may_be_missing else checked_text(value, key, empty=True)

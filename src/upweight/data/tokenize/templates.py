@@ -2,18 +2,20 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from upweight.config.peers import TEMPLATE_ALIASES
 from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetSpec
+from upweight.data.images import MARKS, as_parts, with_marks
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.data.tokenize.plain_render import PlainRender
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.processor import image_reader
 from upweight.watchdog import TimeUp, time_limit
 
 REWRITTEN_PROMPT = "the chat template writes earlier turns differently once a completion follows; it is rendered alone"
@@ -129,15 +131,23 @@ class ChatTemplate:
         options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False}
         ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
+        messages, reader = conversation.messages, image_reader(self.tokenizer)
+        if reader is None:
+            with time_limit(self.seconds):
+                source = self.source or getattr(self.tokenizer, "chat_template", None)
+                plain = None if resume else self._plain(source, conversation, ask=ask)
+                if plain is not None and self._plain.is_compared:
+                    return plain
+                text = self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
+                if plain is not None:
+                    self._plain.compare(plain, text)
+                return text
+        numbers = [number for message in messages for number in MARKS.findall(message["content"])]
+        written = as_parts if self._takes_parts else partial(MARKS.sub, reader.placeholder)
+        messages = [{**message, "content": written(message["content"])} for message in messages]
         with time_limit(self.seconds):
-            source = self.source or getattr(self.tokenizer, "chat_template", None)
-            plain = None if resume else self._plain(source, conversation, ask=ask)
-            if plain is not None and self._plain.is_compared:
-                return plain
-            text = self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
-            if plain is not None:
-                self._plain.compare(plain, text)
-            return text
+            text = self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
+        return with_marks(text, reader.placeholder, numbers)
 
     @cached_property
     def _plain(self) -> PlainRender:
@@ -159,6 +169,16 @@ class ChatTemplate:
     @cached_property
     def _has_system_role(self) -> bool:
         return "SYSTEM-PROBE" in self._probe("system", "user")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes contents that are lists of parts; others write them as Python shows them."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": "PARTS-PROBE"}]}]
+        try:
+            text = self.tokenizer.apply_chat_template(parts, chat_template=self.source, tokenize=False)
+        except Exception:  # foreign code, which may take texts alone
+            return False
+        return "PARTS-PROBE" in text and "'text'" not in text
 
     @cached_property
     def _has_generation_prompt(self) -> bool:

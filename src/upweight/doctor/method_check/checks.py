@@ -12,18 +12,24 @@ import torch
 from torch import Tensor
 
 from upweight.doctor.method_check.advantages import advantages_are_sound, unknown_to_advantages
-from upweight.doctor.method_check.numbers import KNOWN_OUTPUTS, UNITS, NumberStep, Result, loss_of, summed
+from upweight.doctor.method_check.numbers import KNOWN_OUTPUTS, LENGTHS, UNITS, NumberStep, Result, loss_of, summed
 from upweight.doctor.method_check.on_model import ModelStep
 from upweight.errors import UserError
 from upweight.methods.base import Method
+from upweight.methods.users.cut import untried_cuts
 from upweight.methods.users.terms import padding
-from upweight.user_modules import describe_error
+from upweight.user_modules import describe_error, line_of, line_of_error
 
 TOLERANCE, MODEL_TOLERANCE = 1e-9, 2e-3
 STEP = 1e-6  # of finite differences
 AVERAGES = (
     "Something is divided by, averaged over or compared with what happens to be in the same micro-batch. Return the "
     "terms themselves; they are divided by the counts of the whole step"
+)
+
+PADDING = (
+    "Padding is in it, whose width is that of the longest sequence in the micro-batch. Multiply by `mask` before a sum "
+    "over tokens, and divide by `lengths`, not by the width"
 )
 
 
@@ -46,7 +52,8 @@ def check(method: Method) -> list[Finding]:
             findings.append(Finding(name, None, untried))
             continue
         try:
-            problem = next(tried(method), None)
+            with untried_cuts():
+                problem = next(tried(method), None)
         except UserError as error:
             problem = str(error)
         except Exception as error:  # the user's code
@@ -69,9 +76,10 @@ def runs(method: Method) -> Iterator[str]:
             yield f"the sum '{name}' has shape {list(total.shape)}; it must be one number"
     result = step.run([range(UNITS)])
     if not result.loss.isfinite():
-        yield "the loss is not finite, though all inputs are; a sequence may have no scored token: guard divisions"
+        words = "a sequence may have no scored token: guard divisions, roots and logarithms"
+        yield f"the loss is not finite, though all inputs are{line_of(method.loss)}; {words}"
     if not any(bool(one.any()) for one in result.gradients.values()):
-        yield "no gradient reaches the log-probs (or scores): is everything detached?"
+        yield f"no gradient reaches the log-probs (or scores): is everything detached{line_of(method.loss)}?"
     if not all(bool(one.isfinite().all()) for one in result.gradients.values()):
         yield "the gradient is NaN or infinite, though the loss is finite: guard roots, logarithms and divisions"
     if problem := next(_compare(result, step.run([range(UNITS)]), "the same step again"), None):
@@ -95,7 +103,9 @@ def any_cut(method: Method) -> Iterator[str]:
         order, borders = _shuffled(seed), sorted({0, UNITS, *random.Random(seed).sample(range(1, UNITS), 1 + seed % 4)})
         cuts = [order[a:b] for a, b in pairwise(borders)]
         if problem := next(_compare(whole, step.run(cuts), f"a cut into {len(cuts)} micro-batches"), None):
-            yield f"{problem}. {AVERAGES}"
+            with padding(width=max(LENGTHS)):
+                alike = next(_compare(step.run([range(UNITS)]), step.run(cuts), ""), None) is None
+            yield f"{problem}. {PADDING if alike else AVERAGES}"
 
 
 def masks(method: Method) -> Iterator[str]:
@@ -106,7 +116,7 @@ def masks(method: Method) -> Iterator[str]:
         with padding(value, columns):
             result = step.run([range(UNITS)])
         if problem := next(_compare(whole, result, "other values in the padding, or more of it"), None):
-            yield f"{problem}. Multiply by `mask` before a sum over tokens, and divide by `lengths`, not by the width"
+            yield f"{problem}. {PADDING.partition('. ')[2]}"
 
 
 def gradients(method: Method) -> Iterator[str]:
@@ -145,7 +155,9 @@ def no_waiting(method: Method) -> Iterator[str]:
     except Exception as error:  # on tensors without values
         if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
             raise
-        place = str(error) if isinstance(error, UserError) else describe_error(error)
+        # What torch says of tensors without values is about torch: the place is what helps.
+        lead = str(error).partition(" failed")[0] if isinstance(error, UserError) else method.name
+        place = f"{lead}{line_of_error(error.__cause__ or error)}"
         remedy = (
             "Use torch.where instead of `if` and of boolean indexing; no .item(), .tolist(), .cpu(), bool(), float()"
         )
@@ -169,10 +181,18 @@ def on_a_model(method: Method) -> Iterator[str]:
         other, other_gradient = step.run(**options)
         scale = float(gradient.abs().max())
         if float((other_gradient - gradient).abs().max()) > MODEL_TOLERANCE * scale:
-            yield f"the gradient of a tiny model is another one when {words}. {AVERAGES}"
+            yield f"the gradient of a tiny model is another one when {words}. {_cause(method)}"
         if abs(float(other - loss)) > MODEL_TOLERANCE * max(1.0, abs(float(loss))):
             losses = f"{float(other):.5g} instead of {float(loss):.5g}"
-            yield f"the loss of a tiny model is {losses} when {words}. {AVERAGES}"
+            yield f"the loss of a tiny model is {losses} when {words}. {_cause(method)}"
+
+
+def _cause(method: Method) -> str:
+    """Return why a model's step changes with its rows: what a cut of numbers shows, else the likeliest."""
+    for name in ("any cut into micro-batches", "masks"):
+        if next(CHECKS[name](method), None):
+            return f"The cause is that of '{name}', above"
+    return AVERAGES
 
 
 def counts_add_up(method: Method) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from upweight.methods.base import Method
 from upweight.types import Batch, Mean, Metric, Outputs
 
-LENGTHS = (3, 5, 1, 4, 2, 6, 4, 0, 7, 2, 3, 3)  # scored tokens of sequences; two neighbours are a unit
+LENGTHS = (3, 5, 1, 4, 2, 6, 40, 0, 17, 2, 3, 12)  # scored tokens of sequences; two neighbours are a unit
 UNITS = len(LENGTHS) // 2
 CLASSES = 2
 LEARNED = ("logps_T", "entropy_T", "scores_TC")  # outputs through which a gradient reaches the weights
@@ -74,14 +74,20 @@ class NumberStep:
         lengths = [self.lengths[number] for number in sequences]
         sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         empty = torch.zeros(1, max(1, len(tokens)), dtype=torch.int64)
-        known = {name: values[tokens] for name, values in self.per_token.items()}
+        known: dict[str, Any] = {name: values[tokens] for name, values in self.per_token.items()}
+        known |= {name: values[sequences] for name, values in self.per_sequence.items()}
         batch = Batch(
             empty, empty, None, None, torch.zeros_like(sequence_T), known.pop("target_T"), sequence_T, len(lengths),
             pair_P2=torch.arange(len(sequences)).view(-1, 2), margin_P=self.margin_P[[n // 2 for n in sequences[::2]]],
             longest=max(lengths, default=0), **known,
-            **{name: values[sequences] for name, values in self.per_sequence.items()},
         )  # fmt: skip
-        return Outputs(**{name: values[tokens] for name, values in self.outputs.items()}), batch
+        return Outputs(**{name: self.outputs[name][tokens] for name in self._computed}), batch
+
+    @property
+    def _computed(self) -> set[str]:
+        """The outputs that the engine and the reference compute for the method, and no others."""
+        main = "logps_T" if self.method.head == "tokens" else "scores_TC"
+        return {main, *self.method.statistics, *(["ref_logps_T"] if self.method.needs_reference else [])}
 
     def prepared(self, parts: Sequence[tuple[Outputs, Batch]]) -> dict[str, Tensor]:
         """Return what the loss reads about the whole step, from the values of all parts."""
@@ -98,8 +104,8 @@ class NumberStep:
         counts = summed(self.method.count(batch) for _, batch in parts)
         losses = [self.method.loss(out, batch, prepared) for out, batch in parts]
         total = loss_of(summed(loss.sums for loss in losses), counts)
-        every = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
-        gradients = {name: one for name, one in zip(self.leaves, every, strict=True) if one is not None}
+        every = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True) if total.requires_grad else ()
+        gradients = {name: one for name, one in zip(self.leaves, every, strict=False) if one is not None}
         return Result(total.detach(), gradients, joined_metrics(loss.metrics for loss in losses))
 
 

@@ -52,7 +52,7 @@ def made_units(method: Method) -> list[Unit]:
         answers = [random.integers(1, VOCABULARY, 2 + (3 * number + side) % 7).tolist() for side in range(2)]
         row: dict[str, Any] = {"prompt_ids": prompt, "chosen_ids": answers[0], "rejected_ids": answers[1]}
         mask = [False] * len(prompt) + [True] * len(answers[0])
-        row |= {"completion_ids": answers[0], "label": number % 2 == 0, "margin": 0.1, "ids": prompt + answers[0]}
+        row |= {"completion_ids": answers[0], "label": number % 2 == 0, "margin": 0.1, "input_ids": prompt + answers[0]}
         key, values = ("labels", np.where(mask, number % 2, -100)) if method.data == "steps" else ("loss_mask", mask)
         rows.append(row | {key: list(values)})
     if not method.online:
@@ -64,7 +64,7 @@ def _sampled(row: dict[str, Any], random: np.random.Generator) -> Sample:
     mask = np.array(row["loss_mask"])
     logps = -3 - random.random(int(mask.sum())).astype(np.float32)
     return Sample(
-        np.array(row["ids"]), mask, advantage=float(random.normal()), old_logps=logps, sampler_logps=logps + 0.1,
+        np.array(row["input_ids"]), mask, advantage=float(random.normal()), old_logps=logps, sampler_logps=logps + 0.1,
         versions=np.zeros_like(logps), lag=np.ones_like(logps),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from upweight.config import load_config
 from upweight.config.explain import explain
 from upweight.config.user_method import register_method
-from upweight.errors import UserError
+from upweight.errors import UserError, closest
 from upweight.methods import DPO, GRPO, KTO, SFT
 from upweight.methods.base import Method
 from upweight.methods.users.function import UserFunction, name_of, path_of
@@ -43,10 +43,15 @@ def methods_of(
         raise UserError(f"{target}: there is no such file")
     with named_errors(f"{target} cannot be imported"):
         module = load_file(file.stem, file)
-    candidates = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
-    candidates = [one for one in candidates if inspect.isclass(one) or _places(one) or TERMS & set(asked_names(one))]
+    every = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
+    candidates = [one for one in every if _is_candidate(one)]
     if not candidates:
-        raise UserError(f"{target}: has no Method, and no function that asks for what losses or advantages get.")
+        wanted = (
+            "Name what it needs as `upweight docs your_own_method` does, such as `ratio`, `rewards`, `chosen_logps`."
+        )
+        asked = "".join(f" '{one.__name__}' asks for {', '.join(asked_names(one)) or 'nothing'}." for one in every[:4])
+        lacking = "has no Method, and no function that asks for what losses or advantages get"
+        raise UserError(f"{target}: {lacking}.{asked} {wanted}")
     settable = {one: _settable(one, place) for one in candidates}
     methods: dict[str, Method | UserError] = {}
     for one in candidates:
@@ -59,10 +64,35 @@ def methods_of(
     return methods
 
 
+def helpers_of(target: str, folder: Path) -> list[str]:
+    """Return the names of a file's functions that are not checked, since they ask for nothing that losses get."""
+    if not target.endswith(".py"):
+        return []
+    file = (folder / target).resolve()
+    module = load_file(file.stem, file)
+    every = [one for name, one in vars(module).items() if name[0] != "_" and _is_from(one, module.__name__)]
+    return [one.__name__ for one in every if not _is_candidate(one)]
+
+
 HELPERS = "If it is a helper that another function calls, begin its name with an underscore."
 METHOD_OF: dict[Place, type[Method]] = {"advantages": GRPO, "dpo": DPO, "kto": KTO, "grpo": GRPO, "sft": SFT}
 # A function that asks for one of these is a loss, and no helper, even if its place is not clear.
 TERMS = {"logps", "ref_logps", "entropy"}
+
+
+def _is_candidate(one: Any) -> bool:
+    """Whether a class or function is a method, a loss or advantages, or was meant as such by names nearly right."""
+    return inspect.isclass(one) or bool(_places(one) or TERMS & set(asked_names(one)) or _near_names(one))
+
+
+def _near_names(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the names that a function asks for and that are nearly those of what losses get, with the right ones."""
+    known = {name for names in NAMES.values() for name in names}
+    near = {name: closest(name, sorted(known), NEAR) for name in asked_names(function) if name not in known}
+    return {name: right for name, right in near.items() if right is not None}
+
+
+NEAR = 0.85  # so that arguments of helpers, as `values` or `masked`, are not taken for names of ours
 
 
 def _is_from(value: Any, module: str) -> bool:
@@ -103,6 +133,9 @@ def _place(function: Callable[..., Any], asked: Place | None) -> Place:
     if len(places) != 1:
         several = f"can be a loss of {' or '.join(places)}" if places else "asks for nothing that losses get"
         remedy = f"Say which with --as ({', '.join(NAMES)})."
+        if not places and (near := _near_names(function)):
+            meant = " and ".join(f"'{right}'" for right in near.values())
+            several, remedy = f"asks for {', '.join(map(repr, near))}, which nothing passes", f"Did you mean {meant}?"
         raise UserError(f"'{name_of(function)}' {several}. {remedy}")
     return places[0]
 

@@ -28,7 +28,7 @@ PAGE = {
     "/chat.js": ("chat.js", "text/javascript"),
     "/chat.css": ("chat.css", "text/css"),
 }
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 HEADERS = PAGE_HEADERS | {"Content-Security-Policy": POLICY}
 
 

@@ -92,6 +92,7 @@ class Call:
     asks: tuple[str, ...]  # arguments that are passed to it, without its options
     options: Mapping[str, Any]
     calls: int = field(default=0, compare=False)
+    cut_tried: bool = field(default=False, compare=False)  # whether a part of a micro-batch was tried by itself
 
     @property
     def where(self) -> str:

@@ -1,7 +1,8 @@
 """Users' losses and advantages in a policy gradient: their keys, and what takes the place of our losses."""
 
 from upweight.lazy_torch import Tensor, torch
-from upweight.methods.base import required
+from upweight.methods.base import required, sequence_sum
+from upweight.methods.users.cut import warn_if_cut_matters
 from upweight.methods.users.function import Call
 from upweight.methods.users.terms import Padded, checked_term, policy_values, require_finite, token_metrics
 from upweight.settings import Section, keys_of
@@ -39,7 +40,9 @@ def policy_term(  # noqa: PLR0917
         pad, out, batch, old_T=old_T, correction_T=correction_T, advantage_T=advantage_T, mask_T=sampled_T
     )
     term, metrics = checked_term(call, call(values, settings), out, tokens=pad.shape, sequences=pad.shape[:1])
+    kept = sequence_sum(sampled_T.long(), batch) > 0 if term.ndim == 1 else values["mask"]()
+    require_finite(call, term, kept)
+    warn_if_cut_matters(call, values, settings, term, kept)
     by_token = term[:, None].expand(pad.shape) if term.ndim == 1 else term
     loss_T = torch.where(sampled_T, pad.flat(by_token), 0.0)
-    require_finite(call, loss_T)
     return loss_T, term.ndim == 1, token_metrics(metrics, pad, sampled_T, sampled_S)

@@ -22,15 +22,19 @@ PAIRS = (
     "rejected_log_ratio", "logps", "ref_logps", "entropy", "mask", "lengths",
 )  # fmt: skip
 LABELLED = ("log_ratio", "desirable", "kl", "logps", "ref_logps", "entropy", "mask", "lengths")
+LEARNED = (
+    "logps", "log_ratio", "ratio", "chosen_logps", "rejected_logps", "chosen_log_ratio", "rejected_log_ratio",
+    "entropy",
+)  # fmt: skip
 CHECKED_CALLS = 3  # whose values are looked at, which waits for the device
 
-_padding: ContextVar[tuple[float, int]] = ContextVar("padding", default=(0.0, 0))
+_padding: ContextVar[tuple[float, int, int]] = ContextVar("padding", default=(0.0, 0, 1))
 
 
 @contextmanager
-def padding(value: float, columns: int) -> Iterator[None]:
-    """Pad with another value and so many more columns, to see whether a function respects the mask."""
-    token = _padding.set((value, columns))
+def padding(value: float = 0.0, columns: int = 0, width: int = 1) -> Iterator[None]:
+    """Pad with another value, so many more columns or to a least width, to see whether a function respects the mask."""
+    token = _padding.set((value, columns, width))
     try:
         yield
     finally:
@@ -41,10 +45,10 @@ class Padded:
     """Lays values of scored tokens out as [S, L]: a row for each sequence, its tokens first, then padding."""
 
     def __init__(self, batch: Batch) -> None:
-        self.fill, more = _padding.get()
+        self.fill, more, width = _padding.get()
         self.laid_out = 0
         longest = len(batch.sequence_T) if batch.longest is None else batch.longest
-        self.shape = (batch.num_sequences, max(1, longest) + more)
+        self.shape = (batch.num_sequences, max(width, longest) + more)
         self.index_T = batch.sequence_T * self.shape[1] + position_in_sequence(batch)
 
     def __call__(self, values_T: Tensor) -> Tensor:
@@ -126,18 +130,21 @@ def checked_term(call: Call, result: Any, out: Outputs, **shapes: tuple[int, ...
             given = list(value.shape) if torch.is_tensor(value) else type(value).__name__
             raise UserError(f"{call.where} returned the metric '{name}' as {given}; wanted a tensor: {allowed}.")
     if required(out.logps_T).requires_grad and not term.requires_grad:
-        raise UserError(f"{call.where} returned a term without a gradient: use 'logps' or 'log_ratio', not detached.")
+        learned = [name for name in call.asks if name in LEARNED]
+        some = learned or (["chosen_logps", "rejected_logps"] if "pairs" in shapes else ["logps"])
+        use = f"use {' or '.join(map(repr, some))} without .detach() and outside of no_grad"
+        raise UserError(f"{call.where} returned a term without a gradient, so that no weight would be trained: {use}.")
     return term, dict(metrics)
 
 
-def require_finite(call: Call, terms: Tensor) -> None:
-    """Raise in the first calls where a term is NaN or infinite; later the run's health says it."""
+def require_finite(call: Call, terms: Tensor, kept: Tensor) -> None:
+    """Raise in the first calls where a term that counts is NaN or infinite; later the run's health says it."""
     if terms.device.type == "meta":  # which `upweight check-method` tries: they have no values
         return
-    if call.calls <= CHECKED_CALLS and not bool(terms.isfinite().all()):
-        count = int((~terms.isfinite()).sum())
+    if call.calls <= CHECKED_CALLS and bool((bad := ~terms.isfinite() & kept).any()):
+        count = f"{int(bad.sum())} of {int(kept.sum())} terms"
         remedy = "Bound exponents and guard divisions and logarithms; padding is no part of this."
-        raise UserError(f"{call.where} returned NaN or infinity in {count} of {terms.numel()} terms. {remedy}")
+        raise UserError(f"{call.where} returned NaN or infinity in {count}. {remedy}")
 
 
 def token_metrics(metrics: Mapping[str, Tensor], pad: Padded, mask_T: Tensor, kept_S: Tensor) -> dict[str, Metric]:

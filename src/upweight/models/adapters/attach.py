@@ -30,11 +30,17 @@ ADAPTER_ATTRIBUTE = "_upweight_adapter"
 TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification": TaskType.TOKEN_CLS}
 
 
-def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_tokens: int = 0) -> PeftModel:
-    """Attach a trainable adapter, fresh or continued from `lora_model_dir`, and freeze everything else."""
+def attach_adapter(
+    model: PreTrainedModel, section: AdapterSection, *, new_tokens: int = 0, excluded: str | None = None
+) -> PeftModel:
+    """Attach a trainable adapter, fresh or continued from `lora_model_dir`, and freeze everything else.
+
+    `excluded`: a pattern of names of modules that are not adapted.
+    """
     if section.folder is not None:
         return _load_adapter(model, section.folder)
     config = lora_config(model, section)
+    config.exclude_modules = excluded
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:

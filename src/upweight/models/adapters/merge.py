@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from upweight.models.load import (
     model_class,
     resolve_source,
 )
+from upweight.models.processor import save_processor, with_processor
 from upweight.models.tokenizer import load_tokenizer
 from upweight.runs.checkpoints import merge_is_stale, refuse_damaged, write_merge_source
 
@@ -68,7 +70,7 @@ class AdapterFolder:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer of training: the adapter's where it has one, else the base model's."""
         if (self.folder / "tokenizer_config.json").is_file():
-            return AutoTokenizer.from_pretrained(str(self.folder))
+            return with_processor(AutoTokenizer.from_pretrained(str(self.folder)), self.base, self.folder)
         return load_tokenizer(self.base)
 
     def load(self, dtype: torch.dtype) -> PeftModel:
@@ -96,7 +98,7 @@ def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
             nn.Module.to(merged, adapted.dtype())
             merged.config.dtype = adapted.dtype()
             merged.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        save_processor(tokenizer, str(part))
         write_merge_source(part, adapted.folder)
         if stale:
             shutil.rmtree(output)
@@ -111,12 +113,16 @@ def _merged_whole(model: PeftModel) -> PreTrainedModel:
     if tied and not isinstance(head, ModulesToSaveWrapper):
         layer: Any = head.get_base_layer() if isinstance(head, LoraLayer) else head
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    stated = getattr(base.config, "tie_word_embeddings", None)
     tuner: Any = model.base_model
-    merged = tuner.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        merged = tuner.merge_and_unload()
     if tied:
         embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
         if torch.equal(embedding.weight, head.weight):
             head.weight = embedding.weight
+            merged.config.tie_word_embeddings = stated  # PEFT writes False, since the two lay apart while it merged
         else:
             merged.config.get_text_config().tie_word_embeddings = False
     return merged
@@ -130,8 +136,9 @@ def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int,
     config = PeftConfig.from_pretrained(str(adapter))
     if not isinstance(config, LoraConfig) or config.target_parameters or config.bias != "none" or config.lora_bias:
         return "the adapter changes more than the weights of layers"
+    base_config = config_with_head(section, head)
     with torch.device("meta"):
-        base = model_class(section, head).from_config(config_with_head(section, head))
+        base = model_class(section, head, base_config).from_config(base_config)
     if tokens > base.get_input_embeddings().num_embeddings:
         return "its vocabulary has grown"
     in_model, tied = set(base.state_dict()), base.get_expanded_tied_weights_keys(all_submodels=True)

@@ -12,6 +12,7 @@ from upweight.models.modules import wrap_forward
 _grouped_mm = getattr(moe, "_grouped_mm", None)  # of transformers: (rows sorted by expert, weights, ends of the groups)
 ALIGNED = 16  # bytes that a row of a grouped product's operand is a multiple of
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+UNUSUAL = ("has_post_expert_norm", "_is_expert_parallel")  # which experts of older transformers cannot be
 
 
 class LowRank(NamedTuple):
@@ -66,8 +67,8 @@ def _plain_adapters(outer: ParamWrapper, hidden_ND: Tensor) -> dict[str, LowRank
     """Return the factors of a layer's adapters by the weight that they adapt; None where PEFT's forward is needed."""
     experts: Any = outer.get_base_layer()
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    usual = implementation == "grouped_mm" and not (experts.has_post_expert_norm or experts._is_expert_parallel)
-    if _grouped_mm is None or not usual or getattr(experts, "parametrizations", None):
+    unusual = any(getattr(experts, name, False) for name in UNUSUAL)
+    if _grouped_mm is None or implementation != "grouped_mm" or unusual or getattr(experts, "parametrizations", None):
         return None
     adapters: dict[str, LowRank] = {}
     layer: Any = outer

@@ -34,11 +34,21 @@ def fuse_layers(model: nn.Module) -> None:
             module.forward = MethodType(form, module)
 
 
+def is_rms_norm(module: nn.Module) -> bool:
+    """Return whether a module is x / sqrt(mean(x^2) + epsilon) * weight."""
+    return same_output(module, _norm)
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Return whether a module is down(silu(gate(x)) * up(x))."""
+    return same_output(module, _gated_mlp)
+
+
 def same_output(module: Any, form: Callable[..., Tensor]) -> bool:
     """Return whether a module has the parts that a fused form needs, and the same output on random inputs."""
     if form is _norm:
         shapes = [(name, weight.dim()) for name, weight in module.named_parameters()]
-        width = module.weight.numel() if _epsilon_of(module) is not None and shapes == [("weight", 1)] else 0
+        width = module.weight.numel() if epsilon_of(module) is not None and shapes == [("weight", 1)] else 0
     else:
         named = dict(module.named_children())
         gated = _PROJECTIONS <= set(named) <= _PROJECTIONS | {"act_fn"} and callable(getattr(module, "act_fn", None))
@@ -55,7 +65,7 @@ def same_output(module: Any, form: Callable[..., Tensor]) -> bool:
     return bool((stock - fused).abs().max() <= 0.02 * stock.abs().max())
 
 
-def _epsilon_of(module: nn.Module) -> float | None:
+def epsilon_of(module: nn.Module) -> float | None:
     """Return a norm's epsilon, under any of its usual names."""
     return next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), None)
 
@@ -64,7 +74,7 @@ def _norm(self: Any, x: Tensor) -> Tensor:
     """Compute x / sqrt(mean(x^2) + epsilon) * weight, in float32 inside."""
     if self.weight.dtype != x.dtype:
         return type(self).forward(self, x)
-    return F.rms_norm(x, (x.shape[-1],), self.weight, _epsilon_of(self))
+    return F.rms_norm(x, (x.shape[-1],), self.weight, epsilon_of(self))
 
 
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
@@ -75,7 +85,7 @@ def _gated_mlp(self: Any, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not x.is_cuda:
         return self.down_proj(_silu_product(gate, up))
     # The same kernel with and without gradients: a policy that equals its reference has the same log-probs.
-    return self.down_proj(_SiluTimes.apply(gate, up) if torch.is_grad_enabled() else _compiled(_silu_product)(gate, up))
+    return self.down_proj(_SiluTimes.apply(gate, up) if torch.is_grad_enabled() else _gate(gate, up))
 
 
 class _SiluTimes(torch.autograd.Function):
@@ -84,11 +94,17 @@ class _SiluTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _compiled(_silu_product)(gate, up)
+        return _gate(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor]:
         return _compiled(_silu_gradients)(grad_outputs[0], *ctx.saved_tensors)
+
+
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up in one kernel."""
+    # Not by the compiler where it can be helped: it starts for seconds, before the first rollout.
+    return few_rows.silu_product(gate, up) if few_rows is not None else _compiled(_silu_product)(gate, up)
 
 
 def _silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -147,7 +163,7 @@ def _projection_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
 def concatenated_outputs(x: Tensor, layers: list[Any]) -> Tensor | None:
     """Return the outputs of layers for one input, concatenated along the last axis; None if they cannot be fused."""
     x_ND = x.reshape(-1, x.shape[-1])
-    parts = _weights(x_ND, layers)
+    parts = plain_weights(x_ND, layers)
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
@@ -161,7 +177,7 @@ def concatenated_outputs(x: Tensor, layers: list[Any]) -> Tensor | None:
 def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     """Compute silu(gate(x)) * up(x) in one launch, for many rows only with adapters; None where fusing does not pay."""
     x_ND = x.reshape(-1, x.shape[-1])
-    parts = _weights(x_ND, [gate, up]) if torch.compiler.is_compiling() else None
+    parts = plain_weights(x_ND, [gate, up]) if torch.compiler.is_compiling() else None
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
@@ -178,7 +194,7 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     return out_NF.view(*x.shape[:-1], -1)
 
 
-def _weights(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Tensors, Tensors, list[float]] | None:
+def plain_weights(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Tensors, Tensors, list[float]] | None:
     """Return weights, biases and adapters of layers; None in training, or where layers are not plain or differ."""
     if few_rows is None or not is_half_inference(x_ND):
         return None

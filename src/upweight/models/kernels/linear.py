@@ -5,16 +5,21 @@ Such a product takes as long as reading W. A program reads one tile of W and the
 no further launch; layers that read the same input share a launch. Columns are split over programs until they fill the
 GPU; the last program to finish a tile sums the partial results, always in the same order.
 
+An RMS norm of the input and a residual that the output is added to need no launch either: the kernel that writes a row
+also writes the sums of its squares by tile, and the kernel that reads the row adds these up.
+
 For more rows torch's products are faster, and only the adapters' terms of a gated product are added here.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+
+from upweight.models.kernels.launch import launch
 
 Tensors = list[Tensor]
 # Beyond FEW_ROWS the weights would be read again for each further tile of rows. A product of few multiplications is
@@ -24,8 +29,17 @@ _MOST_ROWS, _MOST_MULTIPLICATIONS = 512, 3_000_000_000
 MIN_GATED_OUTPUTS = 4096  # outputs below which the tiles of a gated product would not fill a GPU
 _ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
 _WIDE = 4096  # inputs or outputs from which on a tile has twice the columns
+_SMALL, _UNSPLIT = 1_000_000, 1024  # weights of a layer in all, and inputs that one program reads
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
 _MOST_PARTS = 8
+
+
+class InputNorm(NamedTuple):
+    """An RMS norm of a kernel's input, whose sums of squares are known by tile of columns, [tiles, rows]."""
+
+    weight: Tensor
+    epsilon: float
+    squares_TN: Tensor
 
 
 def most_rows(depth: int, width: int) -> int:
@@ -38,30 +52,64 @@ def few_rows_linears(
     x_ND: Tensor, weights: Tensors, biases: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]
 ) -> Tensor:
     """Return the concatenated outputs of layers for rows of x, best at most `most_rows`."""
+    return linears(x_ND, weights, biases, downs, ups, scalings)[0]
+
+
+def linears(
+    x_ND: Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    downs: Tensors,
+    ups: Tensors,
+    scalings: list[float],
+    norm: InputNorm | None = None,
+    residual_NF: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the concatenated outputs of layers for rows of x; with a residual, of one layer, also squares by tile."""
     # All layers, or none, have a bias; all, or none, have an adapter of the same rank.
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
-    rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
-    width = sum(len(weight) for weight in weights)
-    below, processors = triton.cdiv(count, rows), _processors(x_ND.device)
-    columns = 64 if max(width, depth) > _WIDE or below * triton.cdiv(width, 32) > processors else 32
-    tiles = [triton.cdiv(len(weight), columns) for weight in weights]
-    block = _DEPTH if sum(tiles) * below <= processors else _DEPTH // 2  # a processor holds two of the smaller ones
-    wanted = max(1, processors // (sum(tiles) * below))
-    each = triton.cdiv(triton.cdiv(depth, min(wanted, _MOST_PARTS)), block) * block
-    parts = triton.cdiv(depth, each)
+    widths = [len(weight) for weight in weights]
+    rows, columns, block, each = _tiling(count, depth, widths, _processors(x_ND.device))
+    width, below, parts = sum(widths), triton.cdiv(count, rows), triton.cdiv(depth, each)
+    tiles = [triton.cdiv(one, columns) for one in widths]
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     partials = torch.empty(sum(tiles) * below * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
+    residual = residual_NF is not None
+    squares_TN = torch.empty(sum(tiles) if residual else 0, count, dtype=torch.float32, device=x_ND.device)
     rank = len(downs[0]) if downs else 0
-    launch: Any = _kernel
-    launch[(sum(tiles) * parts, below)](
+    launch(
+        _linears_kernel, (sum(tiles) * parts, below),
         x_ND, *_three(weights), *_three(biases or weights), *_three(downs or weights), *_three(ups or weights),
-        out, partials, _counters(x_ND.device), count, *_three([len(weight) for weight in weights]), depth, each,
-        *_three(scalings or [0.0]),
-        LAYERS=len(weights), PARTS=parts, ROWS=rows, COLUMNS=columns, DEPTH=block,
-        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), num_warps=4, num_stages=4,
+        out, partials, _counters(x_ND.device), count, *_three(widths), depth, each, parts,
+        *_three(scalings or [0.0]), *_norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
+        LAYERS=len(weights), SPLIT=parts > 1, ROWS=rows, COLUMNS=columns, DEPTH=block,
+        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual,
+        num_warps=4, num_stages=4,
     )  # fmt: skip
-    return out
+    return out, squares_TN
+
+
+def _tiling(count: int, depth: int, widths: list[int], processors: int) -> tuple[int, int, int, int]:
+    """Return rows and columns of a tile, the columns of x in a block, and those that one program reads."""
+    rows = _SMALLEST_SIDE if count <= _SMALLEST_SIDE else _ROWS  # each further size would be compiled for itself
+    below = triton.cdiv(count, rows)
+    if depth * sum(widths) <= _SMALL and below == 1:  # read in a few microseconds, of which merging parts would be one
+        each = depth if depth <= _UNSPLIT else triton.cdiv(depth, 2)
+        return rows, 16, _DEPTH // 2, triton.cdiv(each, _DEPTH // 2) * (_DEPTH // 2)
+    columns = 64 if max(sum(widths), depth) > _WIDE or below * triton.cdiv(sum(widths), 32) > processors else 32
+    programs = sum(triton.cdiv(width, columns) for width in widths) * below
+    block = _DEPTH if programs <= processors else _DEPTH // 2  # a processor holds two of the smaller ones
+    parts = min(max(1, processors // programs), _MOST_PARTS)
+    return rows, columns, block, triton.cdiv(triton.cdiv(depth, parts), block) * block
+
+
+def _norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, Tensor, int, float]:
+    return (x_ND, x_ND, 0, 0.0) if norm is None else (norm.weight, norm.squares_TN, len(norm.squares_TN), norm.epsilon)
+
+
+def _tiles_of(norm: InputNorm | None) -> int:
+    return 0 if norm is None else triton.next_power_of_2(len(norm.squares_TN))
 
 
 @few_rows_linears.register_fake
@@ -72,16 +120,29 @@ def _shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
 @torch.library.custom_op("upweight::few_rows_gated", mutates_args=())
 def few_rows_gated(x_ND: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]) -> Tensor:
     """Compute silu(gate) * up for few rows of x: two layers without bias, both or none with an adapter."""
+    return gated_linears(x_ND, weights, downs, ups, scalings)
+
+
+def gated_linears(
+    x_ND: Tensor,
+    weights: Tensors,
+    downs: Tensors,
+    ups: Tensors,
+    scalings: list[float],
+    norm: InputNorm | None = None,
+) -> Tensor:
+    """Compute silu(gate) * up for few rows of x, or of its norm."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
-    rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
+    rows = _SMALLEST_SIDE if count <= _SMALLEST_SIDE else _ROWS
     width, rank = len(weights[0]), len(downs[0]) if downs else 0
-    columns = 64 if rank else 32
+    columns = 16 if width < MIN_GATED_OUTPUTS else 64 if rank else 32
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
-    launch: Any = _gated_kernel
-    launch[(triton.cdiv(width, columns), triton.cdiv(count, rows))](
+    launch(
+        _gated_kernel, (triton.cdiv(width, columns), triton.cdiv(count, rows)),
         x_ND, *weights, *(downs or weights), *(ups or weights), out, count, width, depth, *(scalings or [0.0, 0.0]),
-        ROWS=rows, COLUMNS=columns, DEPTH=_GATED_DEPTH, RANK=rank, RANK_UP=_side(rank),
+        *_norm_arguments(norm, x_ND),
+        ROWS=rows, COLUMNS=columns, DEPTH=_GATED_DEPTH, RANK=rank, RANK_UP=_side(rank), NORM=_tiles_of(norm),
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
@@ -94,12 +155,15 @@ def _gated_shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
 
 @torch.library.custom_op("upweight::gated_terms", mutates_args=())
 def gated_terms(gate_NF: Tensor, up_NF: Tensor, narrow_NR: Tensor, ups: list[Tensor], scalings: list[float]) -> Tensor:
-    """Compute silu(gate) * up from two layers' outputs and the concatenated x A' of their adapters, for any rows."""
+    """Compute silu(gate) * up from two layers' outputs and the concatenated x A' of their adapters, for any rows.
+
+    Without adapters `ups` is empty, and any tensor is taken for `narrow_NR`.
+    """
     out = torch.empty_like(gate_NF)
-    (count, width), rank = gate_NF.shape, ups[0].shape[1]
-    launch: Any = _gated_lora_kernel
-    launch[(triton.cdiv(width, 128), triton.cdiv(count, 32))](
-        gate_NF, up_NF, narrow_NR, *ups, out, count, width, *scalings,
+    (count, width), rank = gate_NF.shape, ups[0].shape[1] if ups else 0
+    launch(
+        _gated_lora_kernel, (triton.cdiv(width, 128), triton.cdiv(count, 32)),
+        gate_NF, up_NF, narrow_NR, *(ups or [gate_NF, up_NF]), out, count, width, *(scalings or [0.0, 0.0]),
         ROWS=32, COLUMNS=128, RANK=rank, RANK_UP=_side(rank), num_warps=4,
     )  # fmt: skip
     return out
@@ -108,6 +172,14 @@ def gated_terms(gate_NF: Tensor, up_NF: Tensor, narrow_NR: Tensor, ups: list[Ten
 @gated_terms.register_fake
 def _terms_shape(gate_NF: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate_NF)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up of two tensors of one shape, in float32 inside."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    launch(_silu_kernel, (triton.cdiv(gate.numel(), 1024),), gate, up, out, gate.numel(), BLOCK=1024, num_warps=4)
+    return out
 
 
 def _side(rank: int) -> int:
@@ -131,6 +203,14 @@ def _counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _silu_kernel(gate_at, up_at, out_at, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_at + at, mask=at < count, other=0.0).to(tl.float32)
+    up = tl.load(up_at + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out_at + at, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
 def _load_tile(at, row, rows, column, columns):
     """Load the elements [row, column] of a matrix with `columns` columns; zero outside."""
     return tl.load(
@@ -140,22 +220,64 @@ def _load_tile(at, row, rows, column, columns):
 
 
 @triton.jit
-def _summed_parts(first_at, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _inverse_rms(squares_at, tiles, row, rows, depth, epsilon, TILES: tl.constexpr):
+    """Return 1 / sqrt(mean(x^2) + epsilon) of each row, from the sums of its squares by tile."""
+    tile = tl.arange(0, TILES)
+    squares = tl.load(
+        squares_at + tile[:, None] * rows + row[None, :],
+        mask=(tile[:, None] < tiles) & (row[None, :] < rows), other=0.0,
+    )  # fmt: skip
+    return 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
+
+
+@triton.jit
+def _load_normed(x_at, row, rows, column, columns, scale, norm_at, NORM: tl.constexpr):
+    """Load a tile of x, or of its RMS norm, rounded as a norm's output is."""
+    x = _load_tile(x_at, row, rows, column, columns)
+    if NORM > 0:
+        weight = tl.load(norm_at + column, mask=column < columns, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * scale[:, None] * weight[None, :]).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _summed_parts(first_at, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum the partial results of a tile, which are stored one after the other."""
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in range(PARTS):
+    for part in range(parts):
         sums += tl.load(first_at + part * ROWS * COLUMNS)
     return sums
 
 
 @triton.jit
-def _kernel(
-    x_at, weight_at, weight_1, weight_2, bias_at, bias_1, bias_2, down_at, down_1, down_2, up_at, up_1, up_2,
-    out_at, partials_at, counters, count, width, width_1, width_2, depth, each, scaling, scaling_1, scaling_2,
-    LAYERS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    RANK: tl.constexpr, RANK_UP: tl.constexpr, BIAS: tl.constexpr,
+def _store_rows(
+    sums, bias_at, out_at, residual_at, squares_at, row, count, column, width, before, total,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    part, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    """Store a tile of the output, added to a residual if there is one, and then the sums of the squares of its rows."""
+    if BIAS:
+        sums += tl.load(bias_at + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    inside = (row[:, None] < count) & (column[None, :] < width)
+    place = row[:, None].to(tl.int64) * total + before + column[None, :]
+    out = sums.to(out_at.dtype.element_ty)
+    if RESIDUAL:  # added to the rounded output, as in training
+        residual = tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
+        out = (out.to(tl.float32) + residual).to(out_at.dtype.element_ty)
+        squares = tl.sum(tl.where(inside, out.to(tl.float32) * out.to(tl.float32), 0.0), 1)
+        tl.store(squares_at + row, squares, mask=row < count)
+    tl.store(out_at + place, out, mask=inside)
+
+
+# Rows have no meaning for alignment; specialised, each kind of number would be compiled for itself.
+@triton.jit(do_not_specialize=["count", "parts", "square_tiles"])
+def _linears_kernel(
+    x_at, weight_at, weight_1, weight_2, bias_at, bias_1, bias_2, down_at, down_1, down_2, up_at, up_1, up_2,
+    out_at, partials_at, counters, count, width, width_1, width_2, depth, each, parts, scaling, scaling_1, scaling_2,
+    norm_at, squares_at, square_tiles, epsilon, residual_at, new_squares_at,
+    LAYERS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    RANK: tl.constexpr, RANK_UP: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
     layer_tile, before, total = tile, 0, width
     if LAYERS > 1:
         tiles, total = tl.cdiv(width, COLUMNS), total + width_1
@@ -170,11 +292,14 @@ def _kernel(
     column = layer_tile * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
+    scale = row
+    if NORM > 0:
+        scale = _inverse_rms(squares_at, square_tiles, row, count, depth, epsilon, NORM)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     for start in range(part * each, tl.minimum(part * each + each, depth), DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = _load_tile(x_at, row, count, at, depth)
+        x = _load_normed(x_at, row, count, at, depth, scale, norm_at, NORM)
         sums = tl.dot(x, tl.trans(_load_tile(weight_at, column, width, at, depth)), sums)
         if RANK > 0:
             narrow = tl.dot(x, tl.trans(_load_tile(down_at, in_rank, RANK, at, depth)), narrow)
@@ -182,39 +307,42 @@ def _kernel(
         up = _load_tile(up_at, column, width, in_rank, RANK)
         sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
     last = True
-    if PARTS > 1:
-        index = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
+    if SPLIT:
+        index = tl.program_id(1) * (tl.num_programs(0) // parts) + tile
         cell = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(partials_at + (index * PARTS + part) * ROWS * COLUMNS + cell, sums)
+        tl.store(partials_at + (index * parts + part) * ROWS * COLUMNS + cell, sums)
         tl.debug_barrier()
-        last = tl.atomic_add(counters + index, 1, sem="acq_rel") == PARTS - 1
+        last = tl.atomic_add(counters + index, 1, sem="acq_rel") == parts - 1
         if last:
-            sums = _summed_parts(partials_at + index * PARTS * ROWS * COLUMNS + cell, PARTS, ROWS, COLUMNS)
+            sums = _summed_parts(partials_at + index * parts * ROWS * COLUMNS + cell, parts, ROWS, COLUMNS)
             tl.store(counters + index, 0)
     if last:
-        if BIAS:
-            sums += tl.load(bias_at + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        tl.store(
-            out_at + row[:, None] * total + before + column[None, :], sums.to(out_at.dtype.element_ty),
-            mask=(row[:, None] < count) & (column[None, :] < width),
+        _store_rows(
+            sums, bias_at, out_at, residual_at, new_squares_at + tile * count, row, count, column, width, before, total,
+            BIAS, RESIDUAL,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "square_tiles"])
 def _gated_kernel(
     x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, out_at, count, width, depth, gate_scaling, up_scaling,
+    norm_at, squares_at, square_tiles, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
+    scale = row
+    if NORM > 0:
+        scale = _inverse_rms(squares_at, square_tiles, row, count, depth, epsilon, NORM)
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     gate_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     up_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     for start in range(0, depth, DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = _load_tile(x_at, row, count, at, depth)
+        x = _load_normed(x_at, row, count, at, depth, scale, norm_at, NORM)
         gate = tl.dot(x, tl.trans(_load_tile(gate_at, column, width, at, depth)), gate)
         up = tl.dot(x, tl.trans(_load_tile(up_at, column, width, at, depth)), up)
         if RANK > 0:
@@ -239,7 +367,7 @@ def _store_gated(gate, up, out_at, row, count, column, width):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gated_lora_kernel(
     gate_at, up_at, narrow_at, gate_up, up_up, out_at, count, width, gate_scaling, up_scaling,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
@@ -249,10 +377,11 @@ def _gated_lora_kernel(
     in_rank = tl.arange(0, RANK_UP)
     gate = _load_tile(gate_at, row, count, column, width).to(tl.float32)
     up = _load_tile(up_at, row, count, column, width).to(tl.float32)
-    inside = (row[:, None] < count) & (in_rank[None, :] < RANK)
-    narrow_at += row[:, None] * 2 * RANK + in_rank[None, :]
-    narrow = tl.load(narrow_at, mask=inside, other=0.0)
-    gate += tl.dot(narrow, tl.trans(_load_tile(gate_up, column, width, in_rank, RANK))) * gate_scaling
-    narrow = tl.load(narrow_at + RANK, mask=inside, other=0.0)
-    up += tl.dot(narrow, tl.trans(_load_tile(up_up, column, width, in_rank, RANK))) * up_scaling
+    if RANK > 0:
+        inside = (row[:, None] < count) & (in_rank[None, :] < RANK)
+        narrow_at += row[:, None] * 2 * RANK + in_rank[None, :]
+        narrow = tl.load(narrow_at, mask=inside, other=0.0)
+        gate += tl.dot(narrow, tl.trans(_load_tile(gate_up, column, width, in_rank, RANK))) * gate_scaling
+        narrow = tl.load(narrow_at + RANK, mask=inside, other=0.0)
+        up += tl.dot(narrow, tl.trans(_load_tile(up_up, column, width, in_rank, RANK))) * up_scaling
     _store_gated(gate, up, out_at, row, count, column, width)

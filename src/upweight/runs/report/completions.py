@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.runs.files import COMPLETIONS, JsonLines
+from upweight.runs.report.pictures import Pictures, picture_names
 from upweight.runs.report.reading import evenly, number, plain
 
 ROLLOUTS, NEWEST, EVALUATIONS = 40, 10, 10  # files shown, of which the newest in a row; of each evaluation's set
@@ -27,6 +28,8 @@ class CompletionsReader:
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / COMPLETIONS
         self.known: dict[Path, tuple[tuple[int, int], dict[str, Any], int]] = {}
+        self._named: dict[str, str] = {}  # files of images by their digests
+        self._pictures = Pictures()
 
     def read(self, weights: Sequence[float]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return one object for each file shown, by set and step, and notes on what is left out."""
@@ -58,8 +61,15 @@ class CompletionsReader:
             rows = JsonLines(file).read()
             part = {"set": name, "step": step, "total": len(rows), "rows": [shown(row, weights) for row in rows[:ROWS]]}
             part |= _measured(rows[:MEASURED], weights)
+            for row in rows[:ROWS]:
+                self._named |= picture_names(row)
             self.known[file] = (state, part, len(json.dumps(part, ensure_ascii=False)))
         return self.known[file][1:]
+
+    def pictures(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the images of the completions shown, those of the newest steps first."""
+        rows = (row for part in reversed(parts) for row in part["rows"])
+        return self._pictures.read(self._named, (digest for row in rows for digest in row.get("images", ())))
 
 
 def _measured(rows: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, list[float]]:
@@ -96,6 +106,8 @@ def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
     """Return a completion as the page shows it; `weights` are the reward weights in order, or empty."""
     rewards: dict[str, Any] = row["rewards"] if isinstance(row.get("rewards"), dict) else {}
+    pictures = picture_names(row)
+    hidden = FIELDS | {"images"} if pictures else FIELDS
     fields = {
         "row": number(row.get("row")),
         "prompt": conversation(row.get("prompt"), "user"),
@@ -107,7 +119,8 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "reward": weighted_reward(row, weights),
         "advantage": number(row.get("advantage")),
         "failure": None if row.get("failure") is None else _as_text(row["failure"]),
-        "columns": {name: plain(value, MAX_CHARS) for name, value in row.items() if name not in FIELDS},
+        "images": list(pictures),
+        "columns": {name: plain(value, MAX_CHARS) for name, value in row.items() if name not in hidden},
     }
     texts = row.get("token_texts")
     if isinstance(texts, list):
@@ -135,11 +148,19 @@ def conversation(value: Any, role: str) -> list[Message]:
     messages = []
     for item in value:
         message = item if isinstance(item, Mapping) else {"content": _as_text(item)}
-        content, calls = _as_text(message.get("content") or ""), message.get("tool_calls") or []
+        content, calls = _content_text(message.get("content") or ""), message.get("tool_calls") or []
         call_texts = [_tool_call_text(call) for call in calls] if isinstance(calls, list) else [_as_text(calls)]
         content = "\n".join(part for part in (content, *call_texts) if part)
         messages.append({"role": _as_text(message.get("role") or role), "content": content})
     return messages
+
+
+def _content_text(content: Any) -> str:
+    """Return the text of a message's content, also of parts: texts, and a word for each image."""
+    parts = content if isinstance(content, list) else []
+    if not parts or not all(isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in parts):
+        return _as_text(content)
+    return _as_text(" ".join("[image]" if part["type"] == "image" else str(part.get("text") or "") for part in parts))
 
 
 def _tool_call_text(call: Any) -> str:

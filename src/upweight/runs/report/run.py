@@ -65,6 +65,7 @@ class RunReader:
             "evaluated": evaluated,
             "held_out": first_and_last(eval_steps, evaluated, list(values)),
             "completions": completions,
+            "pictures": self.written.pictures(completions),
             "ranges": reward_ranges(completions),
             "notes": notes,
         }

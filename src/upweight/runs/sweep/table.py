@@ -11,6 +11,7 @@ from typing import Any
 from upweight.files import write_text
 from upweight.runs.files import RECORD, metrics_of, read_json
 from upweight.runs.report.page import write_report
+from upweight.runs.report.run import run_status
 from upweight.runs.sweep.plan import Trial
 
 TABLE, PAGE, CURVES = "sweep.json", "sweep.html", "report.html"
@@ -29,7 +30,7 @@ class Result:
 
     name: str
     values: dict[str, str]
-    state: str  # waits, running, done, stopped, failed
+    state: str  # waits, running, done, stopped, failed, killed
     steps: int
     seconds: float | None
     value: float | None  # of the metric
@@ -52,7 +53,7 @@ def _result(folder: Path, trial: Trial, rows: list[dict[str, Any]], metric: str)
     return Result(
         trial.name,
         dict(trial.values),
-        str(record.get("state", "waits")),
+        run_status(record, there=True, logged=True)["state"] if "state" in record else "waits",
         max((row["step"] for row in rows), default=0),
         round(ended - record["started"], 1) if ended and record.get("started") else None,
         sum(last) / len(last) if last else None,

@@ -47,6 +47,7 @@ REFUSED = {  # arguments of transformers
 
 REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
     "max_seq_length": "It is 'max_length' now.",
+    "max_prompt_length": "'max_length' bounds prompt and completion together.",
     "max_target_length": "'max_length' bounds prompt and completion together.",
     "dataset_batch_size": "Rows are prepared in batches anyway; leave it out.",
     "evaluation_strategy": "It is 'eval_strategy' now.",
@@ -75,10 +76,14 @@ class MethodArguments(TrainingArguments):
     def __new__(cls, *args: Any, **kwargs: Any) -> "MethodArguments":
         """Raise for unknown arguments with a hint at what to use instead."""
         known = [one.name for one in dataclasses.fields(cls)]
+        free = [name for name in known if name not in kwargs]
+        problems = []
         for name in kwargs:
             if name not in known:
-                hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken."
-                raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
+                hint = did_you_mean(name, free).strip() or "`upweight docs differences` says what is not taken."
+                problems.append(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
+        if problems:
+            raise TypeError("\n".join(problems))
         return super().__new__(cls)
 
     learning_rate: float | None = with_help(None, "Peak learning rate; unset: the method's, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]

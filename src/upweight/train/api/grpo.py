@@ -116,7 +116,7 @@ class GRPOTrainer(MethodTrainer):
             options = {"engine": self.runner.engine, "compile": sampler.compile}
             device = self.accelerator.device if self.sharding != "none" else None
             rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)
-            producer.check_sampling = rollouts.generator.check_sampling
+            producer.check_sampling, producer.compiles = rollouts.generator.check_sampling, rollouts.generator
             if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
                 producer.completion_source.generator = rollouts.generator
 

@@ -10,14 +10,22 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftConfig, PeftModel
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainingArguments,
+)
 
 from upweight.config.sections.data import DataSection
-from upweight.errors import UserError, did_you_mean
+from upweight.data.images import COLUMNS
+from upweight.errors import UserError, WrongTypeError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.methods.users.function import UserFunction
 from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
+from upweight.models.vision import vision_family
 from upweight.train.api.as_config import build_config, checked_config, error_translator
 from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import TrainerParts, assemble
@@ -37,6 +45,7 @@ PASSED_OBJECTS = (
     "rollout_func",
     "environment_factory",
 )
+PROCESSING_CLASS = PreTrainedTokenizerBase | ProcessorMixin
 NO_INPUTS = ("self", "__class__", "unknown")
 NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
@@ -60,7 +69,7 @@ def parts_for(
     model: str | Model | None = None,
     args: TrainingArguments | None = None,
     ref_model: str | PreTrainedModel | None = None,
-    processing_class: PreTrainedTokenizerBase | None = None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     peft_config: PeftConfig | None = None,
     quantization_config: Any = None,
     callbacks: Any = (),
@@ -85,7 +94,7 @@ def parts_for(
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
-    require_type("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer")
+    require_type("processing_class", processing_class, PROCESSING_CLASS, "a tokenizer or a processor")
     require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -99,7 +108,7 @@ def parts_for(
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
         tokenizer=processing_class,
-        read_rows=reader(args, formatting_func, owns_prompts="environment_factory" in others),
+        read_rows=reader(args, formatting_func, model, owns_prompts="environment_factory" in others),
         peft_config=peft_config,
         callbacks=tuple(callbacks),
         optimizers=tuple(optimizers),
@@ -144,9 +153,14 @@ def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfi
 
 
 def reader(
-    args: MethodArguments, formatting_func: Callable[[Any], str] | None, *, owns_prompts: bool = False
+    args: MethodArguments,
+    formatting_func: Callable[[Any], str] | None,
+    model: str | Model | None = None,
+    *,
+    owns_prompts: bool = False,
 ) -> ReadRows:
     """Return a function that turns rows into a Dataset and its settings; `owns_prompts`: an environment has prompts."""
+    reads_images = isinstance(model, str) or (model is not None and vision_family(model.config) is not None)
 
     def read(raw: Any, where: str) -> tuple[Dataset | IterableDataset, DataSection]:
         rows = as_dataset(raw, where)
@@ -163,8 +177,10 @@ def reader(
             else:
                 rows = Dataset.from_list([{text: write(row)} for row in rows])
         columns = _columns(rows, where)
-        if images := [column for column in columns if column in ("image", "images")]:
-            raise UserError(f"{where}: the column '{images[0]}' holds images, which are not trained on: remove it.")
+        images = [column for column in columns if column in COLUMNS]
+        if images and not reads_images:
+            problem = f"the column '{images[0]}' holds images, which this model does not read"
+            raise UserError(f"{where}: {problem}: remove it, or name a vision-language model.")
         settings = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
         return rows, build_config(args).data.model_copy(update=settings)
 
@@ -233,7 +249,8 @@ def _require_rows(rows: Any) -> None:
     if isinstance(rows, DatasetDict | IterableDatasetDict):
         split = next(iter(rows), "train")
         remedy = f"Pass one, as `dataset['{split}']`; a plain dict of datasets is a mixture of them."
-        raise UserError(f"train_dataset: {type(rows).__name__} holds splits. {remedy}")
+        expected = "`train_dataset` must be a `Dataset` or `IterableDataset`"
+        raise WrongTypeError(f"{expected}, and a {type(rows).__name__} holds splits. {remedy}")
 
 
 def _init_dtype(args: MethodArguments) -> torch.dtype | None:

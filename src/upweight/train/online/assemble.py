@@ -41,7 +41,7 @@ from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.policy import Policy
-from upweight.types import ChecksSampling, Generator
+from upweight.types import ChecksSampling, Compiles, Generator
 from upweight.user_modules import load_function
 
 MAX_REROLL = 1024  # failed prompts remembered
@@ -105,10 +105,8 @@ def build_rollouts(
 ) -> RolloutFeed:
     """Build sampler, completion source, producer and schedule of the rollouts."""
     method, section, tokenizer, ranks = config.method, config.rollout, policy.tokenizer, PartialState()
-    online_settings, function = method.online_settings, objects.rollout_func
+    online_settings, function = method.online_settings, _rollout_func(config, objects)
     assert online_settings is not None, "online methods have online settings"
-    if function is None and section.rollout_func is not None:
-        function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
     balanced = ["router_aux_loss_coef"] if policy.router_coefficient else []
     _log_what_to_watch(method, section, [*online_settings.zero_advantage_reasons, *balanced])
     feature_matching = build_feature_matching(policy)
@@ -116,8 +114,7 @@ def build_rollouts(
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
-    rows, order = _prompts(config, prompts, plan)
-    backend = backend_of(config)
+    (rows, order), backend = _prompts(config, prompts, plan), backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
@@ -139,6 +136,7 @@ def build_rollouts(
         ranks=Ranks() if backend.rank0_only else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=feature_matching.longest if feature_matching is not None and feature_matching.adapts else None,
         check_sampling=generator.check_sampling if isinstance(generator, ChecksSampling) else None,
+        compiles=generator if isinstance(generator, Compiles) else None,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
@@ -153,7 +151,21 @@ def build_rollouts(
         mask_truncated=online_settings.mask_truncated_completions,
         sampler_logps=bool(off_policy or masks_off_policy or online_settings.sampler_correction),
         feature_matching=feature_matching,
+        evaluates_loss=method.evaluates_loss or (objects.from_script and _has_plain_advantages(method)),
     )
+
+
+def _rollout_func(config: Config, objects: Objects) -> Callable[..., Any] | None:
+    """Return the user's function that samples, of the script or by its path in the config."""
+    path = config.rollout.rollout_func
+    if objects.rollout_func is not None or path is None:
+        return objects.rollout_func
+    return load_function(path, config.folder, "trl.rollout_func")
+
+
+def _has_plain_advantages(method: Method) -> bool:
+    """Whether any number of completions of a prompt has advantages; a user's function may expect those of training."""
+    return feature_matcher(method) is None and method.advantage_function is None
 
 
 def _log_what_to_watch(method: Method, section: RolloutSection, forwarded_for: Sequence[str]) -> None:

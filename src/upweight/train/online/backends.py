@@ -162,7 +162,7 @@ def _longest_prompt(inputs: BackendInputs) -> int:
 
 def _longest_context(row: Mapping[str, Any], sampling: Sampling) -> int:
     """Return the most tokens that a row may have before its last sampled turn."""
-    if "ids" in row:
-        return len(row["ids"]) - sampling.max_new_tokens
+    if "prompt_ids" not in row:  # a document; a prompt may have a column of the user's named `input_ids`
+        return len(row["input_ids"]) - sampling.max_new_tokens
     replies = (row.get("truth_ids") or [])[1::2]
     return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)

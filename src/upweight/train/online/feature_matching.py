@@ -88,7 +88,7 @@ class FeatureMatching:
     def demonstrations(self, groups: Sequence[Group]) -> list[Unit]:
         """Return the units of the ground truth, one per group."""
         if self.method.strided:
-            return [demonstration(n, group.row["ids"], group.row["loss_mask"]) for n, group in enumerate(groups)]
+            return [demonstration(n, group.row["input_ids"], group.row["loss_mask"]) for n, group in enumerate(groups)]
         units = []
         for number, group in enumerate(groups):
             turns = self._ground_truth_turns(group)

@@ -62,6 +62,7 @@ class RolloutFeed:
     mask_truncated: bool
     sampler_logps: bool  # use the sampler's log-probs in the loss
     feature_matching: FeatureMatching | None = None  # scores rollouts of EBFT
+    evaluates_loss: bool = False  # whether evaluations report the loss of their completions
     on_rollout: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # called with (rollout, step)
     on_evaluation: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # (rollout, step, set)
     current: Rollout | None = None
@@ -161,7 +162,7 @@ class RolloutFeed:
             metrics["ebft/ce_loss"] = self.feature_matching.cross_entropy(rollout.groups, runner, model)
         else:
             metrics = pass_rates(rollout.groups, names)
-        if method.evaluates_loss:
+        if self.evaluates_loss:
             metrics |= self._loss_of(rollout, runner, model)
         for callback in self.on_evaluation:
             callback(rollout, step, name)
@@ -171,6 +172,8 @@ class RolloutFeed:
         """Return the loss and the metrics of an evaluation's completions."""
         self.producer.add_advantages(rollout.groups)
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=False)
+        if self.producer.method.needs_kl_in_reward:
+            units = self._with_kl_in_reward(rollout, units, runner, model, sampler_logps=False)
         with runner.other_meters() as meters:
             loss, counts = runner.evaluate(model, units)
         total = sum(float(loss.sums[name] / counts[name].clamp(min=1)) for name in loss.sums)
@@ -241,7 +244,7 @@ class RolloutFeed:
             name: float(total) / plan.steps_per_pass for name, total in totals.items() if name.startswith("rollout_")
         }
         if runner is not None and method.needs_kl_in_reward:
-            self._add_kl_to_advantages(rollout, runner, model)
+            self.units = self._with_kl_in_reward(rollout, self.units, runner, model, sampler_logps=self.sampler_logps)
         if runner is not None and runner.teachers is not None and method.teacher_advantage:
             self._add_teacher_to_advantages(runner, runner.teachers, model, method.teacher_advantage)
         keeps_old = not self.section.replay_recompute and any(group.replayed for group in rollout.groups)
@@ -255,20 +258,22 @@ class RolloutFeed:
             kept = keeps_old and rollout.groups[unit.group].replayed and len(sampler_logps) == len(unit.samples)
             self.units[index] = _with_logps(unit, "old_logps", sampler_logps if kept else logps)
 
-    def _add_kl_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
-        """Recompute the advantages with the policy's log-ratio to the reference; units keep the reference log-probs."""
+    def _with_kl_in_reward(
+        self, rollout: Rollout, units: Sequence[Unit], runner: StepRunner, model: Any, *, sampler_logps: bool
+    ) -> list[Unit]:
+        """Recompute the advantages with the policy's log-ratio to the reference, whose log-probs the units keep."""
         assert runner.reference is not None
         with dropout_off(model):
-            policy_logps = runner.logps(model, self.units)
+            policy_logps = runner.logps(model, units)
             with runner.reference.use(model) as reference:
-                ref_logps = runner.logps(reference, self.units)
+                ref_logps = runner.logps(reference, units)
         log_ratios = [
             sum(float((policy - ref).sum()) for policy, ref in zip(*parts, strict=True))
             for parts in zip(policy_logps, ref_logps, strict=True)
         ]
         self.producer.add_advantages(rollout.groups, log_ratio_S=torch.tensor(log_ratios, dtype=torch.float64))
-        units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
-        self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
+        units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=sampler_logps)
+        return [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
 
     def _add_teacher_to_advantages(
         self, runner: StepRunner, teachers: Teachers, model: nn.Module, weight: float
@@ -300,8 +305,9 @@ class RolloutFeed:
 class RolloutLoader:
     """The Trainer's loader: yields the remaining steps of an epoch, each fetched on demand."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, num_workers: int) -> None:
         self._trainer, self.dataset = trainer, trainer.rollouts.producer.rows
+        self.num_workers = num_workers  # as scripts ask for it; the prompts of a rollout are a few rows, read in place
 
     def __len__(self) -> int:
         return self._trainer.rollouts.steps_per_epoch

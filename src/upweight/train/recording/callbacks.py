@@ -98,8 +98,9 @@ class StopOnSignal(TrainerCallback):
 class StopOnNan(TrainerCallback):
     """Stops the run when the loss or the gradient norm is not finite, before such weights are saved."""
 
-    def __init__(self, rows_of: Callable[[int], Iterable[Mapping[str, Any]]]) -> None:
+    def __init__(self, rows_of: Callable[[int], Iterable[Mapping[str, Any]]], user_code: Sequence[str] = ()) -> None:
         self.rows_of, self.logged = rows_of, 0  # the samples of a step, counted from 0; the last step logged
+        self.user_code = user_code  # that may be the reason
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.logged = state.global_step
@@ -123,6 +124,10 @@ class StopOnNan(TrainerCallback):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             remedy = "Lower 'learning_rate' or 'max_grad_norm', or mend odd rows; then continue with --resume"
+            if self.user_code:
+                code = " and ".join(f"'{name}'" for name in self.user_code)
+                guard = "guard its divisions, roots and logarithms (`upweight check-method` tries it)"
+                remedy = f"Look first at {code}, code of yours: {guard}. Or {remedy[0].lower()}{remedy[1:]}"
             rows_in = f"the rows of steps {self.logged + 1} to {state.global_step} are in {file}"
             bad_value = f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}"
             raise UserError(f"{bad_value}. Nothing was saved since; {rows_in}. {remedy}.")
@@ -299,13 +304,14 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     callbacks += [] if objects.from_script else [StartSummary(config, trainer), Progress(bar=shows_status())]
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
-    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(partial(samples_of_step, trainer))]
+    stop_on_nan = StopOnNan(partial(samples_of_step, trainer), config.method.user_code)
+    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), stop_on_nan]
     if trainer.runner.balance is not None:
         callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
-    if run.eval_samples and trainer.eval_dataset is not None:
-        callbacks += [HeldOutAnswers(trainer, run.eval_samples, folder), BeforeAndAfter(folder)]
+    if run.answered_prompts and trainer.eval_rows is not None:
+        callbacks += [HeldOutAnswers(trainer, run, folder), BeforeAndAfter(folder)]
     if trainer.feed is not None and trainer.rollouts is None:
         callbacks.append(SaveFeed(trainer.feed))
     if trainer.rollouts is not None:

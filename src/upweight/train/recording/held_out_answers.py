@@ -1,4 +1,4 @@
-"""Answers of an offline run to a few held-out prompts, before the first step and after the last, for its page."""
+"""Answers of an offline run to a few held-out prompts, before its first and after its last step, for its page."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from upweight.config.sections.run import RunSection
 from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
 from upweight.files import write_text
@@ -18,31 +19,38 @@ from upweight.runs.files import COMPLETIONS
 from upweight.sampler.in_process import InProcess
 from upweight.types import Sampling
 
-NEW_TOKENS = 128
 LIMIT_SECONDS = 30.0  # for all answers, each time
 
 
 class HeldOutAnswers(TrainerCallback):
-    """Samples the likeliest answers on rank 0 and writes them as an evaluation's completions."""
+    """Samples answers on rank 0 and writes them as an evaluation's completions."""
 
-    def __init__(self, trainer: Any, count: int, folder: Path) -> None:
-        self.trainer, self.count, self.folder = trainer, count, folder
+    def __init__(self, trainer: Any, run: RunSection, folder: Path) -> None:
+        self.trainer, self.run, self.folder = trainer, run, folder
         self.sampler: InProcess | None = None
+        self.last_step: int | None = None  # an evaluation of several sets is announced once for each
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
             self._answer(state)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.run.generate_samples:
+            self._answer(state)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end:  # after the last evaluation, and answers otherwise
+            self.last_step = None
         self._answer(state)
 
     def _answer(self, state: Any) -> None:
-        if not state.is_world_process_zero:
+        if not state.is_world_process_zero or state.global_step == self.last_step:
             return
-        held_out = self.trainer.eval_dataset
+        self.last_step = state.global_step
+        held_out = self.trainer.eval_rows
         for name, rows in (held_out if isinstance(held_out, Mapping) else {"": held_out}).items():
             if not isinstance(rows, RowFeed):
-                chosen = [(number, rows[number]) for number in range(min(self.count, len(rows)))]
+                chosen = [(number, rows[number]) for number in range(min(self.run.answered_prompts, len(rows)))]
                 self._write(
                     [row for row in (_prompt_and_answer(*one) for one in chosen) if row], name, state.global_step
                 )
@@ -81,7 +89,8 @@ class HeldOutAnswers(TrainerCallback):
         devices = [self.trainer.args.device] if self.trainer.args.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices):  # what a run trains does not depend on whether it answers
-                sampling = Sampling(NEW_TOKENS, temperature=0.0, seed=0)
+                wanted = (self.run.answer_tokens, self.run.answer_temperature, self.run.answer_top_p)
+                sampling = Sampling(*wanted, self.run.answer_top_k, seed=0)
                 groups = self.sampler.generate(prompts, 1, sampling, on_tokens=take)
         except _TimeIsUp:
             warn_once(f"eval_samples: answers are cut after {LIMIT_SECONDS:g} s")
@@ -102,4 +111,4 @@ def _prompt_and_answer(number: int, row: Mapping[str, Any]) -> tuple[int, list[i
         return number, list(row["prompt_ids"]), list(row.get("chosen_ids") or row.get("completion_ids") or ())
     mask: list[bool] = list(row.get("loss_mask") or ())
     start = mask.index(True) if True in mask else 0
-    return (number, list(row["ids"][:start]), list(row["ids"][start:])) if start > 1 else None
+    return (number, list(row["input_ids"][:start]), list(row["input_ids"][start:])) if start > 1 else None

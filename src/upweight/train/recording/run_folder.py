@@ -26,6 +26,7 @@ from upweight.settings import keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
+from upweight.train.recording.trackers import name_tracker_errors
 from upweight.user_modules import changed_code
 
 CHANGEABLE = {  # keys of an adapter that a resumed run may change
@@ -103,6 +104,8 @@ def recording(
         record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
     for callback in callbacks:
         trainer.add_callback(callback)
+    if not objects.from_script:  # a script has its trackers' errors as they are
+        name_tracker_errors(trainer)
     try:
         with recorded(folder, record, writes=trainer.is_world_process_zero()):
             try:

@@ -77,7 +77,7 @@ def _tokens_of_row(trainer: Any) -> float:
     """The mean number of tokens of some rows, spread over the data; 0 where rows are streamed."""
     if trainer.feed is not None:
         return 0.0
-    rows = trainer.train_dataset
+    rows = trainer.train_rows
     chosen = range(0, len(rows), max(len(rows) // ROWS_MEASURED, 1))
     lengths = [
         sum(len(sample.ids) for unit in units_of([rows[number]], trainer.method) for sample in unit.samples)
@@ -95,7 +95,7 @@ def _device(trainer: Any) -> str:
 
 def _steps(trainer: Any, state: Any) -> str:
     """How many steps, over how many rows, and what is done between them."""
-    args, rows = trainer.args, None if trainer.feed is not None else len(trainer.train_dataset)
+    args, rows = trainer.args, None if trainer.feed is not None else len(trainer.train_rows)
     parts = [f"{state.max_steps:,}" + (f", from step {state.global_step} on" if state.global_step else "")]
     parts += [f"{rows:,} rows"] if rows is not None else []
     for what, strategy, every in (

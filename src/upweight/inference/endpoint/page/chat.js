@@ -77,4 +77,4 @@ byId("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) byId("ask").requestSubmit();
   if (event.key === "Enter" && !event.shiftKey) event.preventDefault();
 });
-start();
+start().catch(() => { byId("title").textContent = "The server does not answer; start it again and reload this page."; });

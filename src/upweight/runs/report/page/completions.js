@@ -158,7 +158,13 @@ function missingColour() {
   return reading.set === "" ? "This file does not hold its completions token by token." : "Evaluations are not trained on: they have no advantages.";
 }
 
-const promptKey = (row) => JSON.stringify(row.prompt || (row.messages || []).slice(0, 1));
+const promptKey = (row) => JSON.stringify([row.prompt || (row.messages || []).slice(0, 1), row.images || []]);
+
+function picturesOf(row) {
+  const known = state.runs[row.run].pictures || {};
+  const shown = (row.images || []).filter((digest) => known[digest]);
+  return shown.length > 0 && el("div", { class: "pictures" }, shown.map((digest) => el("img", { src: known[digest], alt: "image of the prompt" })));
+}
 
 function grouped(rows) {
   if (!reading.grouped) return rows.map((row) => [row]);
@@ -177,7 +183,7 @@ function groupCard(rows, wanted, largest) {
     rows.every((row) => JSON.stringify((row.columns || {})[name]) === JSON.stringify(value)));
   const shared = new Set(common.map(([name]) => name));
   return el("article", { class: "prompt-group" },
-    el("div", { class: "prompt" }, (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of its row")),
+    el("div", { class: "prompt" }, picturesOf(first), (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of its row")),
     el("div", { class: rows.length > 1 ? "answers" : "answers one", tabIndex: rows.length > 1 ? 0 : undefined },
       folded(rows).map(([row, count]) => answerCard(row, wanted, largest, shared, count))));
 }

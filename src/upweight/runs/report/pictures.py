@@ -1,0 +1,55 @@
+"""The images of completions, small, for the page of a run."""
+
+import base64
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SIDE = 192  # pixels of the longer side on the page
+MOST_PICTURES = 100
+MOST_BYTES = 64 << 20  # of a file that is read
+
+
+def picture_names(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the images of a completion's row: their files by their digests."""
+    images = row.get("images")
+    refs = [one for one in images if isinstance(one, Mapping)] if isinstance(images, list) else []
+    return {ref["digest"]: ref["path"] for ref in refs if isinstance(ref.get("digest"), str) and ref.get("path")}
+
+
+class Pictures:
+    """Reads images as small data URIs; each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str | None] = {}
+
+    def read(self, named: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
+        """Return the wanted images by their digests, at most `MOST_PICTURES`, without those that cannot be read."""
+        shown: dict[str, str] = {}
+        for digest in dict.fromkeys(wanted):
+            if digest not in self._known and digest in named:
+                self._known[digest] = _small(Path(named[digest]))
+            uri = self._known.get(digest)
+            if uri is not None and len(shown) < MOST_PICTURES:
+                shown[digest] = uri
+        return shown
+
+
+def _small(file: Path) -> str | None:
+    """Return an image as a data URI. It is decoded and written anew, so nothing but a picture reaches the page."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            return None
+        with Image.open(file) as image:
+            made = image.convert("RGB")
+            made.thumbnail((SIDE, SIDE))
+            out = io.BytesIO()
+            made.save(out, "JPEG", quality=80)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"

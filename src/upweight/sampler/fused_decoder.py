@@ -1,0 +1,175 @@
+"""Decoder layers in few launches: norm with query, key and value; rotation with attention; norm with gate and up; ...
+
+Decoding a small model takes as long as its launches, and compiling layers for each number of rows takes longer than a
+rollout. Layers of the usual form need no compiler: five kernels of ours compute one for few rows, and torch's products
+with three of ours for many. A model takes this way where its logits on random tokens are those of transformers' layers.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from upweight.engine.attention.rules import AttentionParams
+from upweight.models.kernels.fused_layers import epsilon_of, is_gated_mlp, is_rms_norm, plain_weights
+from upweight.models.kernels.launch import only_compiling
+from upweight.models.kernels.lora_linear import few_rows, is_few
+from upweight.models.modules import replaced_forwards
+from upweight.sampler.attention import RotatingAttention, Rotation, running_attention
+from upweight.sampler.forward import CachedForward
+
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORMS = {"q_norm", "k_norm"}
+_FEW_ROWS_OF_PLAIN = 256  # beyond, torch adds one layer without an adapter to its residual faster
+_TRIED_TOKENS = 12
+_LARGEST_DIFFERENCE = 0.1  # of logits by another order of roundings, as a share of their mean size; else 1 and more
+
+
+def fused_decoder(forward: CachedForward) -> dict[nn.Module, Callable[..., Tensor]]:
+    """Return the fused forward of each decoder layer; none where a layer has another form."""
+    modules = dict(forward.base.named_modules())
+    calls = Counter(layer.module for layer in forward.layers)
+    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if module in calls]
+    if len(around) != len(forward.layers) or not all(map(_has_form, around)):
+        return {}
+    fused = FusedDecoder({layer.module: layer.params for layer in forward.layers})
+    forwards: dict[nn.Module, Callable[..., Tensor]] = dict.fromkeys(around, fused)
+    return forwards if _same_logits(forward, forwards) else {}
+
+
+def _has_form(layer: nn.Module) -> bool:
+    """Return whether a layer has the parts of a usual decoder layer, and none besides."""
+    if {name for name, _ in layer.named_children()} != _PARTS or "forward" in vars(layer):
+        return False
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    named = dict(attention.named_children())
+    inner = [named[name] for name in _NORMS if name in named]
+    if set(named) - {"rotary_emb"} not in (_PROJECTIONS, _PROJECTIONS | _NORMS):
+        return False
+    norms = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm"), *inner]
+    return all(map(is_rms_norm, norms)) and is_gated_mlp(mlp)
+
+
+def _same_logits(forward: CachedForward, forwards: dict[nn.Module, Callable[..., Tensor]]) -> bool:
+    """Return whether fused layers give the logits of transformers' layers on random tokens, by an attention made up."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings: Any = forward.base.get_input_embeddings()
+    ids_B1 = torch.randint(len(embeddings.weight), (_TRIED_TOKENS, 1), generator=generator).to(forward.device)
+    position_B1 = torch.arange(_TRIED_TOKENS, device=forward.device)[:, None] * 7
+
+    def attend(call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        repeat = query.shape[1] // key.shape[1]
+        return value.repeat_interleave(repeat, 1) + 0.5 * query + 0.25 * key.repeat_interleave(repeat, 1)
+
+    right_BV = forward.logits(ids_B1, position_B1, attend, None).float()
+    try:
+        with replaced_forwards(forwards):
+            if few_rows is not None and forward.device.type == "cuda":
+                with only_compiling() as able:
+                    if able:
+                        forward.logits(ids_B1, position_B1, attend, None)
+            logits_BV = forward.logits(ids_B1, position_B1, attend, None).float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a layer of another form, or its shapes, raise
+        return False
+    return bool((logits_BV - right_BV).abs().mean() <= _LARGEST_DIFFERENCE * right_BV.abs().mean())
+
+
+class FusedDecoder:
+    """The forward of decoder layers; what one layer knows about its output is used by the next."""
+
+    def __init__(self, params: dict[nn.Module, AttentionParams]) -> None:
+        self._params = params
+        self._known: tuple[Tensor, Tensor] | None = None  # the last layer's output, and its sums of squares
+
+    def __call__(
+        self, layer: Any, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Return a layer's output, for the arguments that a transformers model gives it."""
+        attention, mlp = layer.self_attn, layer.mlp
+        x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
+        known, self._known = self._known, None
+        squares = known[1] if known is not None and known[0] is hidden_states else None
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        parts = _projected(x_ND, layer.input_layernorm, projections, squares)
+        width = attention.head_dim
+        query, key, value = (
+            part.unflatten(-1, (-1, width)).unflatten(0, hidden_states.shape[:2]).transpose(1, 2) for part in parts
+        )
+        attended = self._attend(attention, query, key, value, position_embeddings)
+        attended_ND = attended.transpose(1, 2).reshape(len(x_ND), -1)
+        x_ND, squares = _added(attended_ND, attention.o_proj, x_ND)
+        gated_NF = _gated(x_ND, layer.post_attention_layernorm, mlp, squares)
+        x_ND, squares = _added(gated_NF, mlp.down_proj, x_ND)
+        out = x_ND.view(hidden_states.shape)
+        self._known = None if squares is None else (out, squares)
+        return out
+
+    def _attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, embeddings: Any) -> Tensor:
+        """Attend as the running forward does, with queries and keys normed and rotated by it or before."""
+        context: Any
+        call, context = running_attention()
+        params = self._params[attention]
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        cos, sin = embeddings
+        if isinstance(context, RotatingAttention) and cos.shape[-1] == query.shape[-1]:
+            query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
+            epsilon = 0.0 if norms[0] is None else epsilon_of(norms[0]) or 0.0
+            rotation = Rotation(cos.contiguous(), sin.contiguous(), query_norm, key_norm, epsilon)
+            return context.attend_rotated(call, query, key, value, params, rotation)
+        if norms[0] is not None and norms[1] is not None:
+            query, key = norms[0](query), norms[1](key)
+        return context(call, _rotated(query, cos, sin), _rotated(key, cos, sin), value, params)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+def _projected(x_ND: Tensor, norm: Any, layers: Sequence[Any], squares: Tensor | None) -> Sequence[Tensor]:
+    """Return the outputs of layers for the norm of x."""
+    parts = plain_weights(x_ND, list(layers))
+    if few_rows is not None and parts is not None:
+        weights, biases, downs, *_ = parts
+        # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
+        width = sum(map(len, weights)) // (len(weights) if downs else 1)
+        if len(biases) in (0, len(layers)) and is_few(x_ND, width):
+            known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
+            out = few_rows.linears(norm(x_ND) if known is None else x_ND, *parts, norm=known)[0]
+            return out.split([len(weight) for weight in weights], -1)
+    normed_ND = norm(x_ND)
+    return [layer(normed_ND) for layer in layers]
+
+
+def _added(x_ND: Tensor, layer: Any, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of a layer's output and a residual, which may be overwritten, and its squares if known."""
+    parts = plain_weights(x_ND, [layer])
+    if few_rows is not None and parts is not None:
+        weights, biases, downs, *_ = parts
+        if is_few(x_ND, len(weights[0])) and (downs or len(x_ND) <= _FEW_ROWS_OF_PLAIN):
+            return few_rows.linears(x_ND, *parts, residual_NF=residual_NF)
+        if not biases and not downs:
+            return residual_NF.addmm_(x_ND, weights[0].t()), None
+    return residual_NF + layer(x_ND), None
+
+
+def _gated(x_ND: Tensor, norm: Any, mlp: Any, squares: Tensor | None) -> Tensor:
+    """Return silu(gate) * up of the norm of x."""
+    parts = plain_weights(x_ND, [mlp.gate_proj, mlp.up_proj])
+    if few_rows is None or parts is None or parts[1]:
+        normed_ND = norm(x_ND)
+        return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
+    weights, _, downs, ups, scalings = parts
+    if len(x_ND) <= few_rows.FEW_ROWS:
+        known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
+        return few_rows.gated_linears(norm(x_ND) if known is None else x_ND, weights, downs, ups, scalings, known)
+    x_ND = norm(x_ND)
+    narrow_NR = few_rows.linears(x_ND, downs, [], [], [], [])[0] if downs else x_ND
+    gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
+    return few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)

@@ -1,0 +1,1 @@
+"""Triton kernels of a decoding step: attention over pages, and the draw of tokens."""

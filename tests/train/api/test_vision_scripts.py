@@ -1,0 +1,103 @@
+"""Scripts on images as TRL's own tests have them: models, methods, text alone, LoRA, KL."""
+
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from datasets import Dataset
+from peft import LoraConfig
+
+import upweight
+from slow_cases import slow_except
+from tiny_vision import KINDS, drawn_image, processor, vision_model
+
+COMMON = {
+    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "learning_rate": 0.1,
+    "per_device_train_batch_size": 3, "max_steps": 2,
+}  # fmt: skip
+ONLINE = {"num_generations": 3, "max_completion_length": 8}
+
+
+def said(role, text):
+    return [{"role": role, "content": text}]
+
+
+def rows(kind):
+    made = []
+    for number in range(6):
+        row = {"images": [drawn_image(10 * number)]}
+        prompt, answer = said("user", "What is in the image?"), said("assistant", f"It is {number}.")
+        row |= {
+            "messages": {"messages": prompt + answer},
+            "completions": {"prompt": prompt, "completion": answer},
+            "pairs": {"prompt": prompt, "chosen": answer, "rejected": said("assistant", "No.")},
+            "labelled": {"prompt": prompt, "completion": answer, "label": number % 2 == 0},
+            "prompts": {"prompt": prompt},
+        }[kind]
+        made.append(row)
+    return Dataset.from_list(made)
+
+
+def reward(completions, images, **columns):
+    assert len(images) == len(completions)
+    assert all(one.size == (48, 32) for several in images for one in several)
+    return [sum(map(ord, one[0]["content"])) % 101 / 100 for one in completions]
+
+
+def trained(trainer, kind, model_kind, folder, *, data=None, lora=False, frozen=False, **config):
+    """Train by a script; return the trainer. Every weight that trains has changed, the vision tower's too."""
+    model = vision_model(model_kind)
+    args = getattr(upweight, f"{trainer}Config")(output_dir=str(folder), **COMMON | config)
+    given = {"train_dataset": rows(kind) if data is None else data, "processing_class": processor(model_kind)}
+    if trainer in ("GRPO", "RLOO"):
+        given["reward_funcs"] = reward
+    if lora:
+        targets = r".*(language_model|text_model).*\.(q_proj|v_proj)"
+        given["peft_config"] = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    made = getattr(upweight, f"{trainer}Trainer")(model, args=args, **given)
+    before = {name: weight.detach().clone() for name, weight in made.model.named_parameters() if weight.requires_grad}
+    made.train()
+    assert made.state.log_history[-1]["train_loss"] is not None
+    same = [
+        name for name, weight in made.model.named_parameters() if name in before and torch.equal(weight, before[name])
+    ]
+    towers = ("vision", "visual", "projector", "connector", "image_newline")
+    # Nothing reads what CLIP's tower ends in: features are those of its last layer.
+    unread = ("post_layernorm", *(towers if frozen else ()))
+    assert before
+    assert not lora or all("lora" in name for name in before)
+    assert not [name for name in same if "bias" not in name and not any(part in name for part in unread)]
+    return made
+
+
+CASES = {
+    **{f"sft {kind}": ("SFT", "messages", kind, {}) for kind in KINDS},
+    **{f"dpo {kind}": ("DPO", "pairs", kind, {}) for kind in KINDS},
+    **{f"grpo {kind}": ("GRPO", "prompts", kind, ONLINE) for kind in KINDS},
+    **{f"rloo {kind}": ("RLOO", "prompts", kind, ONLINE) for kind in ("qwen2_5_vl", "gemma3", "idefics3")},
+    **{f"kto {kind}": ("KTO", "labelled", kind, {}) for kind in ("qwen2_5_vl", "llava_next")},
+    "sft completions": ("SFT", "completions", "qwen2_5_vl", {}),
+    "sft lora": ("SFT", "messages", "qwen2_5_vl", {"lora": True}),
+    "sft checkpointing": ("SFT", "messages", "llava", {"gradient_checkpointing": True}),
+    "dpo lora": ("DPO", "pairs", "gemma3", {"lora": True}),
+    "dpo ipo": ("DPO", "pairs", "qwen3_vl", {"loss_type": "ipo"}),
+    "grpo beta": ("GRPO", "prompts", "qwen2_5_vl", {"beta": 0.1, **ONLINE}),
+}
+OFTEN = ("sft lora", "grpo mistral3", "grpo beta", "dpo qwen2_5_vl")
+
+
+@pytest.mark.parametrize("name", slow_except(OFTEN, CASES))
+def test_scripts_train_on_images(name, tmp_path):
+    trainer, kind, model, options = CASES[name]
+    trained(trainer, kind, model, tmp_path, **options)
+
+
+@pytest.mark.slow
+def test_a_vision_model_trains_on_text_alone_and_its_tower_stays(tmp_path):
+    data = rows("messages").remove_columns("images")
+    made = trained("SFT", "messages", "gemma3", tmp_path, data=data, frozen=True)
+    before, after = vision_model("gemma3").state_dict(), made.model.state_dict()
+    towers = [name for name in before if "vision_tower" in name]
+    assert towers
+    assert all(torch.equal(before[name], after[name]) for name in towers)
