@@ -25,7 +25,8 @@ def measure(case: str, train: str, options: argparse.Namespace) -> dict[str, Any
     rank, threads = (16 if train == "lora" else 0), (options.threads if options.tiny else 0)
     shape, new = (TINY, 24) if options.tiny else (LARGE, 128)
     work = work_of(case, shape, prompts=PROMPTS.get(case, 4), completion=new, lora_r=rank)
-    own, peers = "float32" if options.tiny else "bfloat16", options.peer or ["float32" if options.tiny else "bfloat16"]
+    dtype = "float32" if options.tiny else "bfloat16"
+    peers = options.peer or [dtype]
     sides: dict[str, Side] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in ("ours", *(f"trl_{dtype}" for dtype in peers)):
@@ -33,7 +34,7 @@ def measure(case: str, train: str, options: argparse.Namespace) -> dict[str, Any
             folder.mkdir()
             (folder / "work.json").write_text(json.dumps(work))
             script = ROOT / "bench" / "peers" / "trl_vision.py"
-            command = [sys.executable, "-m", "bench.vision_ours", folder, own]
+            command = [sys.executable, "-m", "bench.vision_ours", folder, dtype]
             if name != "ours":
                 command = [options.peer_python, script, folder, name.removeprefix("trl_")]
             sides[name] = Side([*command, threads], folder / "log")

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from trl_arguments import step_arguments  # noqa: E402
 
 
 def model() -> Any:
@@ -51,21 +52,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def settings(rows: int) -> dict[str, Any]:
-    return {
-        "output_dir": str(FOLDER / "trl"),
-        "max_steps": 1_000_000,
-        "per_device_train_batch_size": WORK["micro_batch"],
-        "gradient_accumulation_steps": rows // WORK["micro_batch"],
-        "learning_rate": 0.0,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "bf16": True,
-        "gradient_checkpointing": True,
-        "max_grad_norm": 1e9,
-    }
+    arguments = step_arguments(FOLDER, WORK["micro_batch"], rows)
+    return arguments | {"bf16": True, "gradient_checkpointing": True, "max_grad_norm": 1e9}
 
 
 def lora() -> Any:

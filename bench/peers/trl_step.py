@@ -21,6 +21,7 @@ os.dup2(2, 1)  # what the trainer prints is not an answer
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from trl_arguments import step_arguments  # noqa: E402
 
 torch.set_num_threads(int(sys.argv[2]))
 ROLLOUT = "_generate_and_score_completions"
@@ -63,22 +64,8 @@ class OnDemand(TrainerCallback):
 
 def settings(rows_per_step: int) -> dict[str, Any]:
     """Trainer arguments that both methods share; float32, no checkpointing, as on our side."""
-    return {
-        "output_dir": str(FOLDER / "trl"),
-        "max_steps": 1_000_000,
-        "per_device_train_batch_size": WORK["micro_batch"],
-        "gradient_accumulation_steps": rows_per_step // WORK["micro_batch"],
-        "learning_rate": 0.0,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-    }
+    arguments = step_arguments(FOLDER, WORK["micro_batch"], rows_per_step)
+    return arguments | {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 
 
 def text(ids: list[int]) -> str:

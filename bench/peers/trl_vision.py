@@ -22,6 +22,7 @@ from bench.vision_parts import adapter, model, pair_rows, processor, prompt_rows
 from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer  # noqa: E402  # pyright: ignore
+from trl_arguments import step_arguments  # noqa: E402
 
 ROLLOUT = "_generate_and_score_completions"
 if not GPU:
@@ -37,23 +38,8 @@ def policy() -> Any:
 
 
 def settings(rows: int) -> dict[str, Any]:
-    return {
-        "output_dir": str(FOLDER / "trl"),
-        "max_steps": 1_000_000,
-        "per_device_train_batch_size": WORK["micro_batch"],
-        "gradient_accumulation_steps": rows // WORK["micro_batch"],
-        "learning_rate": 0.0,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": not GPU,
-        "bf16": GPU,
-        "gradient_checkpointing": GPU,
-        "max_grad_norm": 1e9,
-    }
+    arguments = step_arguments(FOLDER, WORK["micro_batch"], rows)
+    return arguments | {"use_cpu": not GPU, "bf16": GPU, "gradient_checkpointing": GPU, "max_grad_norm": 1e9}
 
 
 def grpo_trainer() -> Any:
