@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 import made_captain
 from made_adapters import write_run
@@ -66,7 +67,9 @@ def in_transformers(section, adapter) -> list[str]:
 
 
 def test_vllm_answers_as_transformers_do(tmp_path):
-    run = write_run(tmp_path / "mine", write_model(tmp_path / "base", **SIZES))
+    base = write_model(tmp_path / "base", **SIZES)
+    run = write_run(tmp_path / "mine", base)
+    AutoTokenizer.from_pretrained(run).save_pretrained(base)  # vLLM asks both with the template of the run
     trained = find_trained(str(run), [])
     right, before = in_transformers(trained.model, trained.adapter), in_transformers(trained.model, None)
     assert right != before
