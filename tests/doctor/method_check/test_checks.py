@@ -176,7 +176,7 @@ def test_wrong_losses_are_caught_in_words(loss):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (by_a_size_of_its_own, "it does not fit 3 groups of 5 completions. Read which completions belong together"),
+        (by_a_size_of_its_own, "it does not fit 3 groups of 9 completions. Read which completions belong together"),
         (by_place, "another order"),
         (by_spread, "NaN or infinity"),
         (by_chance, "at the second call. Draw no random"),
@@ -186,6 +186,18 @@ def test_wrong_advantages_are_caught_in_words(function, words):
     findings = check(GRPO(advantage_estimator=function))
     assert names(findings) == ["advantages"]
     assert words in (findings[-1].problem or "")
+
+
+def by_eight_others(rewards, groups):
+    sizes = torch.bincount(groups[~rewards.isnan()])
+    if int(sizes.min()) < 8:
+        raise ValueError(f"eight completions are needed, and there are {int(sizes.min())}")
+    return torch.stack([rewards[groups == group].nanmean() for group in groups])
+
+
+def test_groups_are_as_large_as_the_settings_say():
+    assert names(check(GRPO(advantage_estimator=by_eight_others, num_generations=16))) == []
+    assert names(check(GRPO(advantage_estimator=by_eight_others, num_generations=8))) == ["advantages"]
 
 
 class Divides(Method):

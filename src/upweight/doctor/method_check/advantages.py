@@ -11,9 +11,7 @@ from upweight.methods.base import Method
 from upweight.rollout.user_advantages import add_user_advantages
 from upweight.types import Completion, Group
 
-# Of groups. No number but 1 and 3 divides the completions of both rollouts, so that a size which is written into a
-# function, in place of `groups` or `num_generations`, does not fit.
-SIZES = (5, 6)
+SMALLEST = 5  # completions of a group
 REWARDS = (
     (0.0, 1.0, 0.5, 0.25, 0.0, 0.75),
     (1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
@@ -32,10 +30,12 @@ def unknown_to_advantages(method: Method) -> str | None:
 
 def advantages_are_sound(method: Method) -> Iterator[str]:
     """Advantages are finite where rewards are equal or missing, and follow their completions in any order."""
-    for size in SIZES:
-        sized = method
-        if "num_generations" in type(method).model_fields:
-            sized = method.model_copy(update={"num_generations": size})
+    has_size = "num_generations" in type(method).model_fields
+    asked = max(SMALLEST, getattr(method, "num_generations", 0))
+    # No number but 1 and 3 divides the completions of both rollouts, so that a size which is written into a function,
+    # in place of `groups` or `num_generations`, does not fit.
+    for size in (asked + 1, asked):
+        sized = method.model_copy(update={"num_generations": size}) if has_size else method
         try:
             yield from _problems(sized, size)
         except UserError as error:
@@ -68,7 +68,7 @@ def _advantages(method: Method, order: list[tuple[int, list[int]]]) -> dict[tupl
     groups = []
     for group, members in order:
         completions = [_completion(group, member) for member in members]
-        rewards_SR = torch.tensor([[REWARDS[group][member]] for member in members])
+        rewards_SR = torch.tensor([[_reward(group, member)] for member in members])
         groups.append(Group(group, {"prompt": str(group), "prompt_ids": [1]}, [1], completions, rewards_SR))
     size = len(order[0][1])
     group_S = torch.repeat_interleave(torch.arange(len(groups)), size)
@@ -88,6 +88,11 @@ def _advantages(method: Method, order: list[tuple[int, list[int]]]) -> dict[tupl
         for member, one, value in zip(members, group.completions, group.advantage_S, strict=True):
             advantages[number, member] = torch.tensor(one.advantages) if one.advantages else value[None].float()
     return advantages
+
+
+def _reward(group: int, member: int) -> float:
+    """Return a reward of the table, whose last three values repeat where a group is larger."""
+    return REWARDS[group][member if member < len(REWARDS[group]) else 3 + member % 3]
 
 
 def _completion(group: int, member: int) -> Completion:
