@@ -31,7 +31,7 @@ def unknown_to_advantages(method: Method) -> str | None:
 def advantages_are_sound(method: Method) -> Iterator[str]:
     """Advantages are finite where rewards are equal or missing, and follow their completions in any order."""
     has_size = "num_generations" in type(method).model_fields
-    asked = max(SMALLEST, getattr(method, "num_generations", 0))
+    asked = max(SMALLEST, method.group_size)
     # No number but 1 and 3 divides the completions of both rollouts, so that a size which is written into a function,
     # in place of `groups` or `num_generations`, does not fit.
     for size in (asked + 1, asked):
