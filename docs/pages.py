@@ -61,7 +61,7 @@ def health() -> str:
     lines = ["", "| verdict | when | it means | remedy |", "|---|---|---|---|"]
     for rule in RULES:
         signs = ", ".join(f"`{sign.metric}` {_limit(sign)}".replace("|", "` or `") for sign in rule.signs)
-        how = " on average" if rule.averaged else ""
+        how = " on average" if rule.averaged else " in every step since the first," if rule.from_start else ""
         late = f", after step {rule.after}" if rule.after else ""
         when = f"{signs}{how} for {rule.steps} step{'s' if rule.steps > 1 else ''}{late}"
         lines.append(f"| {rule.name} ({rule.level}, {rule.kind}) | {when} | {rule.meaning} | {rule.remedy} |")
