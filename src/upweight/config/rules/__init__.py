@@ -8,7 +8,7 @@ from upweight.config.rules import data, distill, ebft, feeds, keys, model, rollo
 Rule = Callable[[Config], Iterator[str]]
 
 # Rules do not check these: `upweight doctor` does, and `upweight train` before it loads anything.
-NOT_VALIDATED = ("GPUs", "installed packages", "files and folders", "servers")
+NOT_VALIDATED = ("GPUs", "installed packages", "folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
     keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
