@@ -38,7 +38,7 @@ def validate(
     data: Annotated[bool, typer.Option("--data/--no-data", help="Look for data files and at their columns.")] = True,
 ) -> None:
     """Check a config, its data files and their columns, without loading anything."""
-    from upweight.cli.inputs import load_with_notices
+    from upweight.cli.inputs import check_lengths, load_with_notices
     from upweight.config.rules import NOT_VALIDATED
     from upweight.data.sources.first_look import data_problems
     from upweight.rewards.builtin.spec import check_specs
@@ -49,6 +49,7 @@ def validate(
         remedy = "where another machine has the data: --no-data"
         raise UserError("\n".join([*problems, f"({remedy})"]))
     if not fragment:
+        check_lengths(loaded)
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
 
