@@ -15,6 +15,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.runs.files import RECORD, read_json
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -32,18 +33,28 @@ def load_with_notices(
     path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True
 ) -> Config:
     """Load a config and show its notices as warnings."""
-    read = read_config if asks_hub else load_config
-    config = read(path, overrides or [], fragment=fragment)
+    overrides = overrides or []
+    config = read_config(path, overrides, fragment=fragment, asks_hub=asks_hub)
     for notice in config.notices:
-        warn_once(notice)
+        # The config of a run has every key, so that only the keys of the command line are the user's.
+        if not _is_of_run(path) or any(notice.startswith(one.partition("=")[0]) for one in overrides):
+            warn_once(notice)
     return config
 
 
-def read_config(path: Path, overrides: list[str], *, fragment: bool = False) -> Config:
+def read_config(path: Path, overrides: list[str], *, fragment: bool = False, asks_hub: bool = True) -> Config:
     """Load the config of a command, with its `hub_timeout` in force."""
-    config = load_config(path, overrides, fragment=fragment)
-    _limit_hub(config)
+    folder = Path(read_json(path.parent / RECORD).get("config_folder", "")) if _is_of_run(path) else None
+    beside = folder if folder and folder.is_absolute() and folder.is_dir() else None  # the user's code is there
+    config = load_config(path, overrides, fragment=fragment, folder=beside)
+    if asks_hub:
+        _limit_hub(config)
     return config
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return whether a config was written by a run, into its folder."""
+    return path.name == RUN and (path.parent / RECORD).is_file()
 
 
 def _limit_hub(config: Config) -> None:
