@@ -63,9 +63,11 @@ def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, 
     result = copy_tree(content)
     for item in _joined_options(overrides):
         key, equals, value = item.partition("=")
-        parts = [part for part in re.split(r"[.\[\]]", key) if part]
+        parts = [part for part in re.split(r"[.\[\]]", key.strip()) if part]
         if not equals or not parts or len(parts) > MAX_DEPTH:
-            raise UserError(f"{item[:80]}: an override is written key=value, such as trl.beta=0.01.")
+            example = f"{item}=VALUE" if re.fullmatch(r"[A-Za-z_][\w.]{0,60}", item) else "trl.beta=0.01"
+            problem = "a key is set by key=value, without spaces around the '='"
+            raise UserError(f"{item[:80]}: {problem}, such as {example}.")
         _set_value(result, parts, value if " #" in value else _parse(value, item), item)
     return result
 
@@ -80,6 +82,12 @@ def _joined_options(overrides: list[str]) -> Iterator[str]:
         key, equals, value = item[2:].partition("=")
         if not equals:
             value = next(items, None)
+        if key == "set":  # as other programs write it
+            if value is None or "=" not in value:
+                problem = f"--set{'' if value is None else f' {value[:80]}'}: write --set key=value"
+                raise UserError(f"{problem}, such as --set learning_rate=1e-5 or --set trl.beta=0.01.")
+            yield value
+            continue
         if value is None:
             raise UserError(f"{item}: no such option, and no value for a key of that name. Write key=value.")
         yield f"{key.replace('-', '_')}={value}"

@@ -70,7 +70,10 @@ def new(
         print(f"{path}: columns {', '.join(columns)}; {why}")
         method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
     if method not in KINDS:
-        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{did_you_mean(method, KINDS)}")
+        from upweight.config.peers import method_advice
+
+        hint = method_advice(method) or did_you_mean(method, KINDS)
+        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
     from upweight.cli.starter.init import MODEL
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
