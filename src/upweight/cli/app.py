@@ -257,12 +257,17 @@ def init(
 
 @app.command()
 def choose(
+    file: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    *,
     have: Annotated[str | None, typer.Option(help="What you have; asked otherwise.")] = None,
     want: Annotated[str | None, typer.Option(help="What should come of it; asked otherwise.")] = None,
 ) -> None:
     """Find the method that learns from what you have."""
     from upweight.cli.starter.choose import run
 
+    if file is not None:
+        ask = f"`upweight new {file}` proposes a method for a file of rows and writes its config"
+        raise UserError(f"{file}: choose takes no file; it asks what you have (--have, --want). Did you mean: {ask}?")
     run({"--have": have, "--want": want})
 
 

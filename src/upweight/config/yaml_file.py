@@ -11,6 +11,7 @@ from upweight.errors import UserError
 
 MAX_DEPTH = 40
 MAX_SIZE = 100_000  # values after anchors are expanded; a config has hundreds
+ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow")  # endings of data
 HINTS = {
     "found character '\\t'": "indent with spaces",
     "mapping values are not allowed here": "indent this line as its neighbours, or put a text with ': ' in quotes",
@@ -44,6 +45,8 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file."""
+    if path.suffix.lower() in ROWS and path.is_file():
+        raise UserError(f"{path}: is a file of rows, not a config. `upweight new {path}` writes a config for it.")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -79,6 +79,8 @@ def _pictures_of(files: Mapping[str, str]) -> int:
 def starter_files(method: str) -> dict[str, str]:
     """Return names and texts of a starter's files."""
     starter = STARTERS.get(method)
+    if starter is None and Path(method).is_file():
+        raise UserError(f"{method}: is a file; `upweight new {method}` writes a config for your own rows.")
     if starter is None:
         hint = f"{method_advice(method) or did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
         raise UserError(f"there is no starter '{method}'.{hint}")
