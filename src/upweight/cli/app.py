@@ -142,14 +142,15 @@ def evaluate(
 
 @app.command(**TAKES_OVERRIDES)
 def fits(
-    config: ConfigFile,
+    target: Annotated[str, typer.Argument(metavar="CONFIG|MODEL", help="Config, or hub id or folder of a model.")],
     overrides: Overrides = None,
+    method: Annotated[str | None, typer.Option(help="Of a model alone: sft, dpo, grpo, ...; sft otherwise.")] = None,
     memory: Annotated[float | None, typer.Option(min=1, help="GiB of the card; else of the GPU here.")] = None,
 ) -> None:
-    """Estimate which ways of training a config's model fit on a card."""
+    """Estimate which ways of training a model fit on a card, and what to change."""
     from upweight.cli.fits import run
 
-    run(config, overrides or [], memory=memory)
+    run(target, overrides or [], memory=memory, method=method)
 
 
 @app.command(**TAKES_OVERRIDES)

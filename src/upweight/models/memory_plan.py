@@ -18,6 +18,8 @@ from upweight.models.memory import (
     teacher_bytes,
 )
 
+USUAL_PROMPT = 512  # tokens, where max_prompt_length does not bound prompts
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -38,13 +40,19 @@ class MemoryPlan:
         return f"about {self.need.total / GIB:.1f} GiB ({parts}); {room}"
 
 
+def longest_row(config: Config) -> tuple[int, str]:
+    """Return the tokens of the longest sequence that a config allows, and the keys that decide it."""
+    online = config.method.online_settings
+    if online is None:
+        return config.data.sequence_len, "sequence_len"
+    prompt = config.data.max_prompt_length or USUAL_PROMPT
+    return online.max_completion_length + prompt, "trl.max_completion_length and max_prompt_length"
+
+
 def plan_memory(config: Config) -> MemoryPlan:
     """Estimate from the model's shape; compare with the GPU's memory, or with the host's where there is no GPU."""
-    online = config.method.online_settings
     # The tokens of the smallest possible forward: one row of the data at its longest.
-    tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
-    if online is not None:
-        tokens = online.max_completion_length + (config.data.max_prompt_length or 512)
+    tokens = longest_row(config)[0] * (2 if config.method.data == "pairs" else 1)
     need = estimate(
         shape_of(config.model, config.method.head),
         config.adapter.kind or "all",
