@@ -54,7 +54,7 @@ def run(target: str, overrides: list[str], *, memory: float | None, method: str 
 def _config_of(target: str, overrides: list[str], method: str | None) -> Config:
     """Return the config in a file, or that of a model alone, which a LoRA trains by a method."""
     path = Path(target).expanduser()
-    if path.is_file() or path.suffix in (".yaml", ".yml"):
+    if (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml"):
         if method is not None:
             raise UserError("--method: the config chooses the method; leave it out, or set it: rl=NAME")
         return read_config(path, overrides)
