@@ -42,4 +42,4 @@ def test_nothing_there_is_said(tmp_path):
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert "neither a config nor the folder of a run" in str(done.exception)
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "nothing")])
-    assert "does not exist. Name a config (a YAML file) or a run" in str(done.exception)
+    assert "there is no such config or run." in str(done.exception)

@@ -1,6 +1,7 @@
 """What commands are given: a config, a trained model (its config, folder or name), a file of JSON lines."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.runs.files import RECORD, read_json
+from upweight.runs.files import RECORD, no_such_run, read_json
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -109,8 +110,9 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
         warn_once(f"{where} holds no trained model: {config.model.base_model} is used, untrained")
         return TrainedModel(config.model, None, config)
-    if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
-        raise UserError(f"{target}: there is neither a config nor a folder of that name")
+    if not path.exists() and (path.suffix in (".yaml", ".yml") or not _may_be_on_hub(target)):
+        hub = "" if "/" in target else " Models of the hub are named ORGANISATION/MODEL."
+        raise UserError(no_such_run(path, "config, run or model folder") + hub)
     from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
 
     refuse_damaged(path)
@@ -126,6 +128,11 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
     _limit_hub(config)
     return TrainedModel(config.model, adapter, config)
+
+
+def _may_be_on_hub(target: str) -> bool:
+    """Return whether a name can be that of a model on the hub; few have no organisation."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|(distil)?gpt2(-\w+)?", target) is not None
 
 
 def _of_run(folder: Path, config: Config) -> TrainedModel:
