@@ -132,8 +132,13 @@ def test_pairs_and_labelled_rows_share_the_images_of_their_prompt(tmp_path):
     records = [one for row in (label, other) for one in encoder(tmp_path, KTO())(row)]
     matched = units_of([one.columns for one in records], KTO(), compare=True)
     assert len(matched[0].samples) == 1  # the prompts differ in their image
-    with pytest.raises(UserError, match="orm does not train on yet"):
-        encoder(tmp_path, ORM())(pair)
+    (scored,) = encoder(tmp_path, ORM())(pair)
+    (unit,) = units_of([scored.columns], ORM())
+    assert [len(sample.images) for sample in unit.samples] == [1, 1]
+    assert [int(sample.loss_mask.sum()) for sample in unit.samples] == [1, 1]
+    pair |= {"prompt": "<image>?", "chosen": " yes <image>", "rejected": " no"}
+    with pytest.raises(RowError, match="texts without the model's token for images"):
+        encoder(tmp_path, DPO())(pair)
 
 
 @pytest.mark.parametrize(
