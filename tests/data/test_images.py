@@ -137,7 +137,7 @@ def test_pairs_and_labelled_rows_share_the_images_of_their_prompt(tmp_path):
     assert [len(sample.images) for sample in unit.samples] == [1, 1]
     assert [int(sample.loss_mask.sum()) for sample in unit.samples] == [1, 1]
     pair |= {"prompt": "<image>?", "chosen": " yes <image>", "rejected": " no"}
-    with pytest.raises(RowError, match="texts without the model's token for images"):
+    with pytest.raises(RowError, match="images in the prompt, before the completion begins"):
         encoder(tmp_path, DPO())(pair)
 
 

@@ -36,7 +36,7 @@ def validate(
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
     """Check a config, and the columns of local files, without loading anything."""
-    from upweight.cli.inputs import load_with_notices, unread_columns
+    from upweight.cli.inputs import check_lengths, load_with_notices, unread_columns
     from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
 
@@ -45,6 +45,7 @@ def validate(
     for problem in unread_columns(loaded):
         warn_once(problem)
     if not fragment:
+        check_lengths(loaded)
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, load_config, parse_config
+from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, suffix, without_end
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
@@ -87,6 +88,19 @@ def unread_columns(config: Config) -> Iterator[str]:
                     remedy = f"Add to it: `{mapping}`"
                 problem = f"{entry.path} has {', '.join(row)}, which '{stage.method.name}' does not read"
                 yield f"datasets[{number}]: {problem}. {remedy}"
+
+
+def check_lengths(config: Config) -> None:
+    """Refuse a stream from a local folder whose files do not say how many rows they have; warn of one on the hub."""
+    for stage in config.stages or (config,):
+        for row in without_end(stage):
+            path = Path(row.path or "").expanduser()
+            here = next((place for place in (path, stage.folder / path) if place.exists()), None)
+            if row.path and here is None and not path.suffix and not row.path.startswith((".", "/", "~")):
+                warn_once(f"{UNKNOWN_LENGTH} ({row.path} is not here; a stream of the hub has no known length)")
+            files = [file for file in here.rglob("*") if file.is_file()] if row.path and here and here.is_dir() else []
+            if files and not any(suffix(file.name) == f".{COUNTED}" for file in files):
+                raise UserError(UNKNOWN_LENGTH)
 
 
 def find_trained(target: str, overrides: list[str], *, or_base: bool = False) -> TrainedModel:

@@ -62,12 +62,13 @@ def vision_family(config: PreTrainedConfig) -> VisionFamily | None:
 
 def require_family(config: PreTrainedConfig, source: str) -> None:
     """Raise for a model that reads more than text in a way that is not known."""
-    modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
-    if not modalities or (modalities == ["vision"] and config.model_type in FAMILIES):
+    inputs = {"vision_config": "images", "audio_config": "audio"}
+    reads = [name for part, name in inputs.items() if getattr(config, part, None) is not None]
+    if not reads or (reads == ["images"] and config.model_type in FAMILIES):
         return
     raise UserError(
-        f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model of a kind that is not "
-        f"trained: name its text-only variant, or a model of one of these types: {', '.join(FAMILIES)}"
+        f"base_model: {source!r} ({config.model_type}) reads {' and '.join(reads)}, which Upweight cannot train for "
+        f"this type: name its text-only variant, or a model of one of these types: {', '.join(FAMILIES)}"
     )
 
 

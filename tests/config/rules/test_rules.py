@@ -54,6 +54,7 @@ BROKEN = {
     "datasets[0].split: a stream": {**STREAM, "datasets": [{"path": "d", "split": "train[:5%]"}]},
     "val_set_size: a share of a stream": {**STREAM, "val_set_size": 0.1},
     "val_set_size: takes the first": {**STREAM, "val_set_size": 5, "datasets": [{"path": "d"}, {"path": "e"}]},
+    "max_steps: needed to train on a stream": {**WHOLE, "streaming": True, "datasets": [{"path": "d/*.jsonl.gz"}]},
     "curriculum_column: a stream": {**STREAM, "curriculum_column": "c"},
     "dataset_shard_num: a stream": {**STREAM, "dataset_shard_num": 2},
     "max_prompt_length: missing. The longest prompt of a stream": {
@@ -368,6 +369,31 @@ def test_exclusive_keys(keys):
             content[key] = value
     with pytest.raises(UserError, match=f"cannot be used with '{keys[0]}'"):
         parse_config(content, folder=Path())
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"path": "d.jsonl"},
+        {"path": "d", "ds_type": "json"},
+        {"path": "https://host/d.parquet"},
+        {"data_files": ["a.parquet", "b.csv"]},
+        {"path": "d.arrow", "streaming": True},
+    ],
+)
+def test_a_stream_whose_files_do_not_say_their_length_needs_steps(entry):
+    content = {**WHOLE, "streaming": True, "datasets": [entry]}
+    assert error(content) == feeds.UNKNOWN_LENGTH
+    parse_config({**content, "max_steps": 3}, folder=Path())
+    parse_config({**content, "datasets": [{**entry, "max_samples": 9}]}, folder=Path())
+    parse_config(content, folder=Path(), fragment=True)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"path": "d.parquet"}, {"path": "d"}, {"path": "d", "ds_type": "parquet"}, {"data_files": "d/*.parquet"}]
+)
+def test_a_stream_whose_files_may_say_their_length_needs_none(entry):
+    parse_config({**WHOLE, "streaming": True, "datasets": [entry]}, folder=Path())
 
 
 def test_groups_that_do_not_fit_are_mended_with_a_word():

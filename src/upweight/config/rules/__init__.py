@@ -21,7 +21,7 @@ ERRORS: tuple[Rule, ...] = (
     rollout.adapters_for_vllm, rollout.weight_transfer,
 )  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (
-    keys.required, data.formats_are_known, rollout.gym_is_complete, training.evaluation_is_there,
+    keys.required, data.formats_are_known, feeds.lengths, rollout.gym_is_complete, training.evaluation_is_there,
 )  # fmt: skip
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch, rollout.without_effect, model.without_effect, training.without_effect,
