@@ -17,7 +17,6 @@ from upweight.data.images import undecoded
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
 from upweight.engine.images import image_positions
-from upweight.errors import UserError
 from upweight.methods import DPO, KTO, ORM, ORPO, SFT
 from upweight.models.processor import attach_processor
 from upweight.row_rules import apply_length_rules
