@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
 from upweight.log import logger
-from upweight.models.memory import USUAL_OPTIMIZER, training_bytes
+from upweight.models.memory import USUAL_OPTIMIZER, free_memory, training_bytes
 from upweight.models.modules import backbone_of, unwrap_peft
 
 KEPT_FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
@@ -68,8 +68,7 @@ class ActivationBudget:
         # Recomputing under FSDP gathers weights again, and ranks must do that equally often.
         if device.type != "cuda" or isinstance(self.layers[0], FSDPModule):
             return
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + cached  # bytes that this process can still allocate
+        free = free_memory(device)
         if self.bytes_for_token is None:
             self.budget = KEPT_FRACTION * (free - self.reserved)
             self._measure_layer(self.layers[-1], tokens, device)

@@ -25,7 +25,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
-from upweight.models.memory import activation_bytes, training_bytes
+from upweight.models.memory import activation_bytes, free_memory, training_bytes
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
@@ -226,7 +226,7 @@ def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointin
     """Return how many tokens' activations fit into the device's free memory minus `reserved` bytes."""
     if device.type != "cuda":
         return CPU_TOKEN_BUDGET
-    free = torch.cuda.mem_get_info(device)[0] - reserved
+    free = free_memory(device) - reserved
     tokens = int(FREE_SHARE * free / activation_bytes(config, checkpointing=checkpointing))
     return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)
 
