@@ -22,6 +22,9 @@ USUAL_OPTIMIZER = "adamw"  # two moments in float32
 TrainedWeights = Literal["all", "lora", "qlora"]
 QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
 HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
+# Of the memory that is free once the weights are loaded: the activations of one forward, which fix its tokens; keys and
+# values of sampling in this process, at each rollout; activations that need not be recomputed, at the first step.
+FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
 LAYERS_IN_FLIGHT = 2  # inputs of layers that are on the device while the others are in host memory
 MIN_TOKEN_BUDGET = 256  # below which a step that ran out of memory is not tried again
 LESS_MEMORY = (  # remedies, the cheapest first
@@ -44,7 +47,9 @@ class Savings:
     def of(cls, config: Config) -> "Savings":
         """Return those that a config asks for."""
         optim = config.optim
-        return cls(optim.gradient_checkpointing, optim.activation_offloading, optim.reference_offloading)
+        # With `keep` a layer is recomputed where its activations do not fit, so they need not.
+        offload = optim.activation_offloading, optim.reference_offloading
+        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk)
 
 
 @dataclass(frozen=True)

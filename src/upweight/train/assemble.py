@@ -15,6 +15,7 @@ from transformers import ProcessorMixin, TrainerCallback, TrainingArguments, set
 
 from upweight.config import Config
 from upweight.config.rules.feeds import PRECOMPUTED_STREAM
+from upweight.config.sections.training import OptimSection
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
 from upweight.data.stream.ahead import EncodePool
 from upweight.data.stream.build import build_feed, is_fed, script_feed, script_stream, streamed_evaluation
@@ -25,7 +26,7 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
-from upweight.models.precision import HALF_DTYPES, Sharding
+from upweight.models.precision import HALF_DTYPES
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
@@ -38,7 +39,7 @@ from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
-from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
+from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
@@ -87,7 +88,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    _check_images(config, model, tokenizer, first, ranks.num_processes, sharding, acts=env_setup is not None)
+    has_images = image_reader(tokenizer) is not None and "images" in first
+    if has_images:
+        refuse_with_images(config, model, ranks.num_processes, sharding, acts=env_setup is not None)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -105,7 +108,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         device,
         longest=_longest(config, data.train, eval_sets) + (online.max_completion_length if online else 0),
         tokenizer=tokenizer,
-        optim=config.optim,
+        optim=_without_offloading(config.optim) if has_images else config.optim,
         section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
         load_teachers=loader if config.method.needs_teacher else None,
@@ -130,19 +133,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
 
 
-def _check_images(  # noqa: PLR0917
-    config: Config,
-    model: Model,
-    tokenizer: Tokenizer,
-    row: Mapping[str, Any],
-    ranks: int,
-    sharding: Sharding,
-    *,
-    acts: bool,
-) -> None:
-    """Raise for settings that do not go with images, if the rows have any."""
-    if image_reader(tokenizer) is not None and "images" in row:
-        refuse_with_images(config, model, ranks, sharding, acts=acts)
+def _without_offloading(optim: OptimSection) -> OptimSection:
+    """Return the settings for rows with images, where `memory` may have set what does not cover them."""
+    return optim.model_copy(update={"activation_offloading": False})
 
 
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
