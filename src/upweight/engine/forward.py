@@ -120,8 +120,6 @@ class Engine:
         if batch.images is None:
             return None
         assert self.images is not None, "the engine has nothing to read images with"
-        if self.scores:
-            raise UserError("score heads are trained on texts: images are read by language models only")
         device = batch.ids_BN.device
         inputs = {name: value.to(device) for name, value in self.images.inputs(batch.images.refs).items()}
         return {"inputs": inputs} | {

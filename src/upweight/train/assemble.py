@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin, TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
-from upweight.config.rules.feeds import PRECOMPUTED_STREAM
+from upweight.config.rules.feeds import PRECOMPUTED_STREAM, UNKNOWN_LENGTH
 from upweight.config.sections.training import OptimSection
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
 from upweight.data.stream.ahead import EncodePool
@@ -268,8 +268,7 @@ def _steps_per_epoch(config: Config, train: Dataset | RowFeed, ranks: int) -> in
     rows = train.epoch_rows if isinstance(train, RowFeed) else len(train)
     if rows is None:
         if not config.optim.max_steps:
-            problem = "needed to train on a stream, whose length is not known"
-            raise UserError(f"max_steps: {problem}. Set how many optimizer steps to train.")
+            raise UserError(UNKNOWN_LENGTH)
         return config.optim.max_steps
     if config.method.online:
         return build_plan(config, ranks).steps_per_epoch(rows)

@@ -23,6 +23,7 @@ PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
 )  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"  # kinds of values in SCHEDULE_ARGS
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+FAR = 10  # times beyond the usual learning rates: there a model is ruined, or does not move
 
 
 def optimisation(config: Config) -> Iterator[str]:
@@ -285,3 +286,24 @@ def without_evaluation(config: Config) -> Iterator[str]:
     held = config.data.test_datasets or config.data.val_set_size
     if keys and not held and config.run.eval_strategy != "no":
         yield f"{keys[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"
+
+
+def unusual_rate(config: Config) -> Iterator[str]:
+    """Warn about a learning rate far from those that are usual for the method, with or without an adapter."""
+    method, kind, rate = config.method, config.adapter.kind, config.optim.learning_rate or 0.0
+    if "learning_rate" not in config.set_keys or "adam" not in config.optim.optimizer:  # others have other scales
+        return
+    low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))
+    if low / FAR <= rate <= high * FAR:
+        return
+    which, effect = ("above", "ruins a model") if rate > high else ("below", "hardly moves a model")
+    trained = f"with 'adapter: {kind}'" if kind else "where all weights train"
+    usual = f"{_short(low)} to {_short(high)} is usual for {method.name} {trained}"
+    advice = f"try 'learning_rate: {_short((kind and method.lora_learning_rate) or method.learning_rate)}'"
+    yield f"learning_rate: {rate:g} is far {which} what is usual and {effect} that is pretrained: {usual}; {advice}"
+
+
+def _short(rate: float) -> str:
+    """Return a learning rate as it is written, 1e-5."""
+    digits, _, exponent = f"{rate:.0e}".partition("e")
+    return f"{digits}e{int(exponent)}"
