@@ -26,7 +26,7 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
-from upweight.models.precision import HALF_DTYPES
+from upweight.models.precision import HALF_DTYPES, Sharding
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
@@ -39,7 +39,7 @@ from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
-from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
+from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
@@ -80,17 +80,14 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_seed(config.optim.seed)
     tokenizer = _load_tokenizer(config, objects)
     data = _prepare_data(config, objects, tokenizer)
-    if isinstance(data.train, RowFeed):
-        refuse_dispatch(objects.arguments)
+    first = _first_row(data.train, objects)
     env_setup = environment_setup(config, objects)
-    first = data.train.first() if isinstance(data.train, RowFeed) else data.train[0]
     rewards = build_rewards(config, device, list(first), env_setup, objects) if config.method.online else []
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    has_images = image_reader(tokenizer) is not None and "images" in first
-    if has_images:
-        refuse_with_images(config, model, ranks.num_processes, sharding, acts=env_setup is not None)
+    reads, acts = image_reader(tokenizer) is not None and "images" in first, env_setup is not None
+    optim = _with_images(config, model, ranks.num_processes, sharding, acts=acts) if reads else config.optim
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -108,7 +105,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         device,
         longest=_longest(config, data.train, eval_sets) + (online.max_completion_length if online else 0),
         tokenizer=tokenizer,
-        optim=_without_offloading(config.optim) if has_images else config.optim,
+        optim=optim,
         section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
         load_teachers=loader if config.method.needs_teacher else None,
@@ -133,9 +130,18 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
 
 
-def _without_offloading(optim: OptimSection) -> OptimSection:
-    """Return the settings for rows with images, where `memory` may have set what does not cover them."""
-    return optim.model_copy(update={"activation_offloading": False})
+def _first_row(train: Dataset | RowFeed, objects: Objects) -> Mapping[str, Any]:
+    """Return the first training row; raise for arguments that a feed cannot be read with."""
+    if isinstance(train, RowFeed):
+        refuse_dispatch(objects.arguments)
+        return train.first()
+    return train[0]
+
+
+def _with_images(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> OptimSection:
+    """Return the settings for rows with images; raise for those that do not go with them."""
+    refuse_with_images(config, model, ranks, sharding, acts=acts)
+    return config.optim.model_copy(update={"activation_offloading": False})  # `memory` may have set it
 
 
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
