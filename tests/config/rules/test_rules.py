@@ -196,6 +196,10 @@ BROKEN = {
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
     "gradient_checkpointing_kwargs: only": {**WHOLE, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "gradient_checkpointing_kwargs: 'keep' is a share": {**WHOLE, "gradient_checkpointing_kwargs": {"keep": 1}},
+    "gradient_checkpointing_kwargs: 'every_layer' keeps": {
+        **WHOLE, "gradient_checkpointing_kwargs": {"keep": 0.5, "every_layer": True}
+    },
     "optim_target_modules: galore_adamw needs": {**WHOLE, "optimizer": "galore_adamw"},
     "optimizer: apollo_adamw projects": {
         **WHOLE, **LORA, "optimizer": "apollo_adamw", "optim_target_modules": "all-linear",

@@ -76,6 +76,9 @@ class RolloutSection(Section):
     compile_sampler: bool = setting(
         "trl.compile_sampler", True, "Compile the sampler on a GPU: the first call is slower, all others are faster."
     )
+    release_sampler: bool = setting(
+        "trl.release_sampler", False, "Free the memory of sampling in this process after each rollout."
+    )
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
     completions_shown: PositiveInt | None = setting(
         "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."

@@ -110,15 +110,27 @@ class OptimSection(Section):
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
     full_determinism: bool = setting("full_determinism", False, "Use deterministic kernels only; slower.")
+    memory: Literal["lean", "balanced", "fast"] = setting(
+        "memory",
+        "balanced",
+        "lean: the least memory; fast: the most speed that memory allows. It sets keys that are left out.",
+    )
     gradient_checkpointing: bool = setting("gradient_checkpointing", False, "Recompute activations to save memory.")
     checkpointing_args: dict[str, Any] = setting(
-        "gradient_checkpointing_kwargs", {}, "Options of gradient checkpointing, such as `use_reentrant`."
+        "gradient_checkpointing_kwargs",
+        {},
+        "Options of checkpointing: `use_reentrant`, `every_layer`, `keep`.",
     )
     activation_offloading: bool = setting(
         "activation_offloading", False, "Keep the activations of gradient checkpointing in host memory."
     )
     reference_offloading: bool = setting(
         "reference_offloading", False, "Keep the reference's weights in host memory while they are not used."
+    )
+    head_chunk: PositiveInt | None = setting(
+        "head_chunk_tokens",
+        None,
+        "Most tokens whose logits exist at a time. When left out, the kind of device decides.",
     )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
     empty_cache_steps: PositiveInt | None = setting(
