@@ -86,10 +86,10 @@ def _is_uncounted(row: DatasetSpec) -> bool:
     files = [row.data_files] if isinstance(row.data_files, str) else row.data_files or []
     if row.ds_type is not None:
         return row.ds_type != COUNTED
-    return "://" in (row.path or "") or any(suffix(name) in UNCOUNTED for name in (row.path or "", *files))
+    return "://" in (row.path or "") or any(_suffix(name) in UNCOUNTED for name in (row.path or "", *files))
 
 
-def suffix(name: str) -> str:
+def _suffix(name: str) -> str:
     """Return the part of a file's name that says its type: `.jsonl` of `rows.jsonl.gz`."""
     path = Path(name)
     return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
