@@ -42,7 +42,7 @@ from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
-from upweight.train.policy import Policy, load_policy, make_policy, refuse_with_images
+from upweight.train.policy import Policy, image_problems, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
@@ -87,7 +87,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    _check_images(config, model, tokenizer, first, ranks.num_processes, sharding, acts=env_setup is not None)
+    _check_images(config, model, tokenizer, first, ranks.num_processes, sharding)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -131,18 +131,15 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
 
 
 def _check_images(  # noqa: PLR0917
-    config: Config,
-    model: Model,
-    tokenizer: Tokenizer,
-    row: Mapping[str, Any],
-    ranks: int,
-    sharding: Sharding,
-    *,
-    acts: bool,
+    config: Config, model: Model, tokenizer: Tokenizer, row: Mapping[str, Any], ranks: int, sharding: Sharding
 ) -> None:
     """Raise for settings that do not go with images, if the rows have any."""
     if image_reader(tokenizer) is not None and "images" in row:
-        refuse_with_images(config, model, ranks, sharding, acts=acts)
+        problems = list(image_problems(config, model, ranks, sharding))
+        if config.gym.enabled or config.environment.kind == "openenv":
+            problems.append("environment: servers get no images; leave it out, or write a class (environment.class).")
+        if problems:
+            raise UserError("\n".join(problems))
 
 
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
