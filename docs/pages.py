@@ -82,6 +82,7 @@ def _condition(rule: Rule) -> str:
     *others, last = [f"`{sign.metric}` {_limit(sign)}".replace("|", "` or `") for sign in rule.signs]
     signs = f"{', '.join(others)} and {last}" if others else last
     how = f"on average over {rule.steps} steps" if rule.averaged else f"in every log of {rule.steps} steps"
+    how = f"in every log since the first step, {rule.steps} steps or more" if rule.from_start else how
     late = f", from step {rule.after} on" if rule.after else ""
     return f"{signs}, {how}{late}" if rule.steps > 1 else f"{signs}, in an evaluation"
 

@@ -33,17 +33,21 @@ app = typer.Typer(
 def validate(
     config: ConfigFile,
     overrides: Overrides = None,
+    *,
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Look for data files and at their columns.")] = True,
 ) -> None:
-    """Check a config, and the columns of local files, without loading anything."""
-    from upweight.cli.inputs import check_lengths, load_with_notices, unread_columns
+    """Check a config, its data files and their columns, without loading anything."""
+    from upweight.cli.inputs import check_lengths, load_with_notices
     from upweight.config.rules import NOT_VALIDATED
+    from upweight.data.sources.first_look import data_problems
     from upweight.rewards.builtin.spec import check_specs
 
     loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
-    for problem in unread_columns(loaded):
-        warn_once(problem)
+    if problems := list(data_problems(loaded)) if data and not fragment else []:
+        remedy = "where another machine has the data: --no-data"
+        raise UserError("\n".join([*problems, f"({remedy})"]))
     if not fragment:
         check_lengths(loaded)
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)

@@ -13,7 +13,6 @@ from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, suffix, without
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
-from upweight.data.columns import first_row, misses_columns, type_mapping
 from upweight.errors import UserError
 from upweight.log import warn_once
 
@@ -70,24 +69,6 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     client = create()
     client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], limit]}
     return client
-
-
-def unread_columns(config: Config) -> Iterator[str]:
-    """Yield what is amiss with the columns of local files, by their first rows, and the mapping that reads them."""
-    for stage in config.stages or (config,):
-        kind = stage.method.formats()
-        for number, entry in enumerate(stage.data.datasets):
-            if entry.type is not None or type(stage.method).read_row is not None or not entry.path:
-                continue
-            files = (Path(entry.path).expanduser(), stage.folder / entry.path)
-            row = next((first_row(file) for file in files if file.is_file()), None)
-            if row is not None and misses_columns(kind, row):
-                mapping = type_mapping(kind, row)
-                remedy = "`type` maps columns of other names (upweight docs formats)"
-                if mapping is not None:
-                    remedy = f"Add to it: `{mapping}`"
-                problem = f"{entry.path} has {', '.join(row)}, which '{stage.method.name}' does not read"
-                yield f"datasets[{number}]: {problem}. {remedy}"
 
 
 def check_lengths(config: Config) -> None:

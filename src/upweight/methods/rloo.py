@@ -26,13 +26,17 @@ class RLOO(Method):
     max_completion_length: int = same_setting(PolicyGradient, "max_completion_length")
     mask_truncated_completions: bool = same_setting(PolicyGradient, "mask_truncated_completions")
     beta: float = setting(
-        "trl.beta", 0.05, "Weight of the KL, taken off rewards; 0 needs no reference model.", also=("rl_beta",), ge=0
+        "trl.beta",
+        0.05,
+        "Weight of the KL, which is subtracted from rewards; 0 needs no reference model.",
+        also=("rl_beta",),
+        ge=0,
     )
     epsilon: float = same_setting(PolicyGradient, "epsilon")
     epsilon_high: float | None = same_setting(PolicyGradient, "epsilon_high")
     reward_weights: tuple[float, ...] | None = same_setting(PolicyGradient, "reward_weights")
     reward_clip_range: tuple[float, float] | None = setting(
-        "trl.reward_clip_range", None, "Least and most that a weighted reward counts; unset means no bounds."
+        "trl.reward_clip_range", None, "Smallest and largest value of a weighted reward. When left out: no bounds."
     )
     normalize_advantages: bool = setting(
         "trl.normalize_advantages", False, "Shift and scale the advantages of a rollout to mean 0 and deviation 1."

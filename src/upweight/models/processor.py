@@ -27,7 +27,7 @@ _ATTRIBUTE = "upweight_images"  # of a tokenizer
 PIXEL_CACHE_BYTES = 1 << 28
 CACHED_SIZES = 4096
 PROCESSOR_FILE = "processor_config.json"
-MISSING_PILLOW = "Pillow is not installed: pip install 'upweight[vision]'"
+MISSING_PILLOW = "Pillow is not installed: pip install pillow"
 
 
 class Expansion(NamedTuple):

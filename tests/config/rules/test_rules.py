@@ -196,6 +196,10 @@ BROKEN = {
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
     "gradient_checkpointing_kwargs: only": {**WHOLE, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "gradient_checkpointing_kwargs: 'keep' is a share": {**WHOLE, "gradient_checkpointing_kwargs": {"keep": 1}},
+    "gradient_checkpointing_kwargs: 'every_layer' keeps": {
+        **WHOLE, "gradient_checkpointing_kwargs": {"keep": 0.5, "every_layer": True}
+    },
     "optim_target_modules: galore_adamw needs": {**WHOLE, "optimizer": "galore_adamw"},
     "optimizer: apollo_adamw projects": {
         **WHOLE, **LORA, "optimizer": "apollo_adamw", "optim_target_modules": "all-linear",
@@ -311,6 +315,7 @@ ODD = {
     "trl.top_p, trl.top_k": {**GRPO, "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "top_p": 0.9}},
     "bfloat16: weights are trained": {**WHOLE, "bfloat16": True},
     "trl.vllm_sync_interval: no effect on training": {**GRPO, "trl": {**GRPO["trl"], "vllm_sync_interval": 2}},
+    "learning_rate: 0.1 is far above": {**WHOLE, "learning_rate": 0.1},
     "ebft.stride: no effect": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
     "ebft.diversity_coef: whit": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
 }
@@ -353,6 +358,22 @@ def test_every_rule_has_a_config_that_breaks_it():
 )
 def test_plain_configs_have_nothing_to_say(content):
     assert notices(content) == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({**GRPO, "learning_rate": 0.1}, "1e-7 to 1e-5 is usual for grpo where all weights train; try"),
+        ({**GRPO, **LORA, "learning_rate": 0.1}, "1e-6 to 1e-4 is usual for grpo with 'adapter: lora'; try"),
+        ({**WHOLE, "learning_rate": 1e-9}, "far below what is usual and hardly moves a model"),
+        ({**WHOLE, **LORA, "learning_rate": 1e-3}, None),
+        ({**GRPO, **LORA, "learning_rate": 1e-4}, None),
+        ({**WHOLE, "learning_rate": 0.1, "optimizer": "sgd"}, None),
+    ],
+)
+def test_learning_rates_far_from_the_usual_are_named_with_the_range(content, said):
+    found = notices(content)
+    assert found == () if said is None else said in found[0]
 
 
 @pytest.mark.parametrize("keys", keys.EXCLUSIVE, ids=" ".join)
