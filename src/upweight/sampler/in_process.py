@@ -148,6 +148,11 @@ class InProcess:
         return self._sampler.compile_seconds
 
     @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self._engine.images is not None
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether a prompt is forwarded once for all its completions."""
         return self._strategy == Strategy.SHARED_PREFIX
