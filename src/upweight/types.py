@@ -49,7 +49,8 @@ class Sample:
     share: float = 1.0  # share of its completion's scored tokens, where a completion is several sequences
     # One entry for each True in `loss_mask`, in order.
     old_logps: NDArray[np.float32] | None = None
-    sampler_logps: NDArray[np.float32] | None = None
+    sampler_logps: NDArray[np.float32] | None = None  # where the loss weighs tokens by them
+    drawn_logps: NDArray[np.float32] | None = None  # the same, wherever the sampler reports them: their gap is logged
     ref_logps: NDArray[np.float32] | None = None
     versions: NDArray[np.float32] | None = None  # policy version that sampled each token
     lag: NDArray[np.float32] | None = None  # optimizer steps since then
@@ -118,6 +119,7 @@ class Batch:
     share_S: Tensor | None = None  # Sample.share; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
+    drawn_logps_T: Tensor | None = None  # the same, also where the loss does not use them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
     version_T: Tensor | None = None  # Sample.versions
     lag_T: Tensor | None = None  # Sample.lag
@@ -244,6 +246,7 @@ class Completion:
     demonstration: bool = False  # the data's, in place of one that the policy would have sampled
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
+    images: tuple[ImageRef, ...] | None = None  # of prompt and completion, in order; None: the row's
 
     @property
     def completion_ids(self) -> list[int]:

@@ -1,132 +1,99 @@
-"""`upweight fits`: which ways of training a config's model fit on a card."""
+"""`upweight fits`: which ways of training a config's model fit on a card, and what to change."""
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import yaml
 
 from upweight.cli.inputs import read_config
 from upweight.config import Config, parse_config
+from upweight.config.resolve import memory_settings
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
-from upweight.models.memory import (
-    GIB,
-    USABLE_SHARE,
-    Memory,
-    TrainedWeights,
-    estimate,
-    keeps_start,
-    longest,
-    shape_of,
-    teacher_bytes,
-)
-from upweight.models.memory_plan import longest_row
+from upweight.models.memory import GIB, TrainedWeights, total_memory
+from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row_tokens, trained_weights
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
-HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
-CHOSEN = {"sft": "{}", "reward": "reward_model: true", "prm": "process_reward_model: true"}  # others by `rl`
+MODES = ("fast", "balanced", "lean")
+HEADINGS = ("trained", "memory", "weights", "training", "activations", "sampler", "total", "fits", "longest")
+ADAPTER_KEYS = {"all": "no 'adapter'", "lora": "'adapter: lora'", "qlora": "'adapter: qlora' with 'load_in_4bit: true'"}
+SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
+# How a method is chosen that `rl` does not name.
+CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
+Way = tuple[TrainedWeights, str]  # which weights, in which mode
 
 
-class Way(NamedTuple):
-    """A way of training, and what it needs."""
-
-    trained: TrainedWeights
-    recompute: bool
-    need: Memory
-    fits: bool
-    longest: int  # tokens of a sequence that fit
-
-
-def run(target: str, overrides: list[str], *, memory: float | None, method: str | None = None) -> None:
-    """Print one line for each way of training: GiB by part, whether it fits, the longest sequence; then advice."""
+def run(target: str | Path, overrides: list[str], *, memory: float | None, method: str | None = None) -> None:
+    """Print one line for each way of training, and whether the config fits or what to change."""
     config = _config_of(target, overrides, method)
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
-        memory = torch.cuda.mem_get_info()[1] / GIB
-    ways = _estimates(config, memory * GIB)
-    print("\n".join([*_table(config, ways, memory), "", _advice(config, ways, memory)]))
+        memory = total_memory(torch.device("cuda")) / GIB
+    modes = {mode: _config_of(target, [*overrides, f"memory={mode}"], method) for mode in MODES}
+    print("\n".join(report(config, modes, memory * GIB)))
 
 
-def _config_of(target: str, overrides: list[str], method: str | None) -> Config:
+def _config_of(target: str | Path, overrides: list[str], method: str | None) -> Config:
     """Return the config in a file, or that of a model alone, which a LoRA trains by a method."""
     path = Path(target).expanduser()
     if (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml"):
         if method is not None:
             raise UserError("--method: the config chooses the method; leave it out, or set it: rl=NAME")
         return read_config(path, overrides)
-    chosen = CHOSEN.get(method or "sft") or f"rl: {method}"
-    content = {"base_model": target, "adapter": "lora", "lora_target_linear": True, **yaml.safe_load(chosen)}
+    chosen = CHOSEN.get(method or "sft", {"rl": method})
+    content = {"base_model": str(target), "adapter": "lora", "lora_target_linear": True, **chosen}
     return parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
 
 
-def _estimates(config: Config, card: float) -> list[Way]:
-    """Return the ways of training, those that change least first."""
-    shape = shape_of(config.model, config.method.head)
-    sequences = 2 if config.method.data == "pairs" else 1
-    sharing = config.sharding.context_parallel_size
-    need_of = partial(
-        estimate, shape, adapter=config.adapter, optimizer=config.optim.optimizer, reference=keeps_start(config),
-        tokens=-(-longest_row(config)[0] * sequences // sharing), teachers=teacher_bytes(config),
-        offload=config.optim.reference_offloading,
-    )  # fmt: skip
-    ways = []
-    for trained in TRAINED_KINDS:
-        for recompute in (False, True):
-            need = need_of(trained, checkpointing=recompute)
-            most = longest(shape, need, card, checkpointing=recompute, sequences=sequences) * sharing
-            ways.append(Way(trained, recompute, need, need.total <= USABLE_SHARE * card, most))
-    return ways
-
-
-def _is_configured(config: Config, way: Way) -> bool:
-    return (way.trained, way.recompute) == (config.adapter.kind or "all", config.optim.gradient_checkpointing)
-
-
-def _table(config: Config, ways: Sequence[Way], memory: float) -> list[str]:
-    """Return the estimates as lines; the config's setting is marked."""
+def report(config: Config, modes: dict[str, Config], card: float) -> list[str]:
+    """Return the estimates as lines, the config's way marked, and the answer; `modes`: the config in each mode."""
+    model, configured = ModelNeeds.of(config), (trained_weights(config), config.optim.memory)
+    plans: dict[Way, MemoryPlan] = {
+        (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
+    }
     rows: list[tuple[str, ...]] = [HEADINGS]
-    for way in ways:
-        need = way.need
-        parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
-        mark, fits = "* " if _is_configured(config, way) else "", "yes" if way.fits else "no"
-        rows.append((mark + way.trained, "yes" if way.recompute else "no", *parts, fits, str(way.longest)))
+    for (trained, mode), plan in plans.items():
+        need = plan.need
+        sizes = need.weights, need.training, need.activations, need.sampler, need.total
+        mark = "* " if (trained, mode) == configured else ""
+        cells = [f"{size / GIB:.1f}" for size in sizes]
+        rows.append((mark + trained, mode, *cells, "yes" if plan.fits else "no", str(plan.longest)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    parameters, teachers = shape_of(config.model, config.method.head).parameters, teacher_bytes(config)
-    what = f"{parameters / 1e9:.2f} billion weights, {config.method.name}, {longest_row(config)[0]} tokens"
-    beside = f", teachers of {teachers / GIB:.1f} GiB" if teachers else ""
-    sequences = 2 if config.method.data == "pairs" else 1
-    about = f"{what}{beside}, {sequences} in a row; GiB of {memory:.0f}, bfloat16; * is this config"
-    return [about, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
+    length, sequences = row_tokens(config)
+    what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
+    beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
+    about = f"{what}{beside}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [about, *table, answer(config, modes, plans)]
 
 
-def _advice(config: Config, ways: Sequence[Way], memory: float) -> str:
-    """Return in one line whether the config fits, and which keys change that."""
-    now = next((way for way in ways if _is_configured(config, way)), ways[0])
-    tokens, keys = longest_row(config)
-    if now.fits:
-        return f"It fits: {now.need.total / GIB:.1f} GiB of {memory:.0f}; up to {now.longest} tokens do ({keys})."
-    start = f"It does not fit: {now.need.total / GIB:.1f} GiB of {memory:.0f}."
-    later = ways[ways.index(now) :]
-    if (way := next((way for way in later if way.fits), None)) is not None:
-        return f"{start} It does with {_keys_of(way, now)}."
-    way = max(later, key=lambda one: one.longest)
-    if way.longest > 0:
-        changed = " and ".join(
-            filter(None, (_keys_of(way, now), f"{way.longest} tokens in place of {tokens} ({keys})"))
-        )
-        return f"{start} It does with {changed}."
-    return (
-        f"{start} No way of training it on one such card does: take a smaller model, or 'fsdp: true' over more cards."
-    )
+def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:
+    """Say whether the config fits, else the smallest change with which it does."""
+    trained, mode = configured = trained_weights(config), config.optim.memory
+    mine = plans[configured]
+    if mine.fits:
+        size = f"about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
+        return f"this config fits ('memory: {mode}'): {size}, sequences of up to {mine.longest:,} tokens"
+    kinds = TRAINED_KINDS[TRAINED_KINDS.index(trained) :]
+    ways: list[Way] = [(kind, one) for kind in kinds for one in SMALLER[mode]]
+    size = f"it needs about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
+    for way in ways:
+        if plans[way].fits:
+            total = plans[way].need.total / GIB
+            return f"this config does not fit: {size}. Set {_changes(configured, way, modes)}: about {total:.1f} GiB"
+    best = max(ways, key=lambda way: plans[way].longest)
+    if not plans[best].longest:
+        return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
+    key = "trl.max_completion_length" if config.method.online_settings is not None else "sequence_len"
+    changes = _changes(configured, best, modes)
+    most = f"sequences of at most {plans[best].longest:,} tokens" + (f" and {changes}" if changes else "")
+    return f"this config does not fit: {size}. Set {most}: a shorter '{key}', or 'fsdp: true' over more GPUs"
 
 
-def _keys_of(way: Way, now: Way) -> str:
-    """Return the keys that make one way of training another."""
-    keys = [f"'adapter: {way.trained}'"] if way.trained != now.trained else []
-    keys += ["'load_in_4bit: true'"] if way.trained == "qlora" != now.trained else []
-    keys += ["'gradient_checkpointing: true'"] if way.recompute and not now.recompute else []
-    return ", ".join(keys)
+def _changes(configured: Way, way: Way, modes: dict[str, Config]) -> str:
+    """Return the keys that lead from one way of training to another."""
+    keys = [ADAPTER_KEYS[way[0]]] if way[0] != configured[0] else []
+    if way[1] != configured[1]:
+        chosen = ", ".join(memory_settings(modes[way[1]]))
+        keys.append(f"'memory: {way[1]}' (which sets {chosen})" if chosen else f"'memory: {way[1]}'")
+    return " and ".join(keys)

@@ -196,6 +196,10 @@ BROKEN = {
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
     "gradient_checkpointing_kwargs: only": {**WHOLE, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "gradient_checkpointing_kwargs: 'keep' is a share": {**WHOLE, "gradient_checkpointing_kwargs": {"keep": 1}},
+    "gradient_checkpointing_kwargs: 'every_layer' keeps": {
+        **WHOLE, "gradient_checkpointing_kwargs": {"keep": 0.5, "every_layer": True}
+    },
     "optim_target_modules: galore_adamw needs": {**WHOLE, "optimizer": "galore_adamw"},
     "optimizer: apollo_adamw projects": {
         **WHOLE, **LORA, "optimizer": "apollo_adamw", "optim_target_modules": "all-linear",
@@ -405,6 +409,22 @@ def test_a_stream_whose_files_do_not_say_their_length_needs_steps(entry):
     parse_config({**content, "max_steps": 3}, folder=Path())
     parse_config({**content, "datasets": [{**entry, "max_samples": 9}]}, folder=Path())
     parse_config(content, folder=Path(), fragment=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "entry"),
+    [
+        ({}, {"type": "completion"}),
+        ({}, {"type": "pretrain", "max_samples": 9}),
+        ({}, {"filter": "mine.good"}),
+        ({}, {"type": "mine.transform"}),
+        ({"rl": "kto"}, {}),
+    ],
+)
+def test_a_stream_whose_rows_become_more_or_fewer_needs_steps(keys, entry):
+    content = {**WHOLE, "streaming": True, "datasets": [{"path": "d.parquet", **entry}], **keys}
+    assert error(content) == feeds.UNKNOWN_LENGTH
+    parse_config({**content, "max_steps": 3}, folder=Path())
 
 
 @pytest.mark.parametrize(

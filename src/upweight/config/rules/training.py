@@ -37,8 +37,7 @@ def optimisation(config: Config) -> Iterator[str]:
             yield f"{key}: a share below 1, or a whole number of steps, not {value:g}."
     if config.optim.torch_compile:
         yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
-    if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
-        yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
+    yield from _checkpointing(config.optim.checkpointing_args)
     yield from _projected(config)
     if is_path(config.optim.optimizer):  # whose arguments are not sent as text
         if isinstance(args, str):
@@ -50,6 +49,17 @@ def optimisation(config: Config) -> Iterator[str]:
     wrong = [name for name, value in args.items() if not _is_plain_value(value)] if isinstance(args, dict) else []
     if wrong:
         yield f"optim_args.{wrong[0]}: expected a number, a switch or a word, which are handed over as text."
+
+
+def _checkpointing(options: dict[str, Any]) -> Iterator[str]:
+    """Check the options of gradient checkpointing."""
+    if set(options) - {"use_reentrant", "every_layer", "keep"}:
+        yield "gradient_checkpointing_kwargs: only 'use_reentrant', 'every_layer' and 'keep' are known."
+    keep = options.get("keep")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep < 1):
+        yield f"gradient_checkpointing_kwargs: 'keep' is a share of the free memory, from 0 to below 1, not {keep!r}."
+    if keep is not None and options.get("every_layer"):
+        yield "gradient_checkpointing_kwargs: 'every_layer' keeps nothing; drop it, or 'keep'."
 
 
 def _projected(config: Config) -> Iterator[str]:
