@@ -102,6 +102,9 @@ def _sample_of(
     logps = None
     if with_logps and len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]
+    routes, routed_logps = completion.routes, None
+    if routes is not None and len(completion.logps) == length:
+        routed_logps = np.array(completion.logps, np.float32)[sampled]
     versions = completion.versions if len(completion.versions) == length else [version] * length
     return Sample(
         ids=np.array([*prompt, *completion.ids], np.int64),
@@ -110,4 +113,6 @@ def _sample_of(
         sampler_logps=logps,
         versions=np.array(versions, np.float32)[sampled],
         token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
+        routes=routes,
+        routed_logps=routed_logps,
     )

@@ -58,6 +58,9 @@ class RolloutSection(Section):
     repetition_penalty: float = setting("trl.repetition_penalty", 1.0, "Penalty on tokens already present.", gt=0)
     generation_args: dict[str, Any] = setting("trl.generation_kwargs", {}, "Further sampling options, such as `stop`.")
     compile_sampler: bool = setting("trl.compile_sampler", True, "Compile the sampler on a GPU: slow start, then fast.")
+    routing_replay: bool | Literal["measure"] = setting(
+        "trl.routing_replay", False, "Train with the experts that the sampler chose; `measure` only compares them."
+    )
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
     completions_shown: PositiveInt | None = setting(
         "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."
