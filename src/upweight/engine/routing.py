@@ -130,7 +130,7 @@ def install_routing(base: PreTrainedModel) -> Routing:
     if (known := routing_of(base)) is not None:
         return known
     name = type(base).__name__
-    routers = {path: module for path, module in base.named_modules() if _is_router(module)}
+    routers: dict[str, Any] = {path: module for path, module in base.named_modules() if _is_router(module)}
     paths = list(dict.fromkeys(_WRAPPERS.sub("", path) for path in routers))
     experts = {_WRAPPERS.sub("", path) for path, module in base.named_modules() if _is_experts(module)}
     if not experts:
