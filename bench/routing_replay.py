@@ -1,4 +1,4 @@
-"""How often sampler and trainer choose other experts, and what replay changes, on a CPU: `python -m bench.routing_replay`.
+"""How often sampler and trainer choose other experts, with and without replay: `python -m bench.routing_replay`.
 
 A random Qwen3-MoE in bfloat16 samples completions of random prompts. One JSON line for each way of training on them:
 the share of tokens with other experts and the log-prob gap at equal weights, then after one AdamW step on random
@@ -66,7 +66,7 @@ def measured(replay: bool, rate: float, **sizes: int) -> dict[str, Any]:
     optimizer.step()
     with torch.no_grad():
         new = engine(model, batch, replay=replay)
-    gap_T = logps_of(old) - (logps_of(old) if batch.routed_logps_T is None else batch.routed_logps_T)
+    gap_T = logps_of(old) - (logps_of(old) if batch.drawn_logps_T is None else batch.drawn_logps_T)
     log_ratio_T = logps_of(new) - logps_of(old)
     outside_T = (log_ratio_T.exp() < 0.8) | (log_ratio_T.exp() > 1.2)
     return {

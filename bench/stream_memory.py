@@ -5,6 +5,7 @@
     python -m bench.stream_memory --rows 5000000 --steps 200 --batch 256 --kill    # then again, killed and resumed
     python -m bench.stream_memory --megabytes 10 1000 --drain         # every row is read and encoded, none trained on
     python -m bench.stream_memory --megabytes 10 1000 --drain --text unbroken --format parquet
+    python -m bench.stream_memory --megabytes 10 1000 --drain --workers 1          # one process encodes the rows
     python -m bench.stream_memory --megabytes 10 10000 --drain --minutes 60        # ends there, and says how far it got
 
 Prints one JSON line for each stream, with the largest memory in each tenth of its time, and the difference between the
@@ -80,13 +81,15 @@ def write_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=4, **shape)).save_pretrained(folder)
 
 
-def config_of(folder: Path, file: Path, steps: int, batch: int = 16, save_steps: int | None = None) -> dict[str, Any]:
+def config_of(
+    folder: Path, file: Path, steps: int, batch: int = 16, *, save_steps: int | None = None, workers: int = 2
+) -> dict[str, Any]:
     """Return the config of a run on a stream."""
     saved = {"save_strategy": "no"} if save_steps is None else {"save_steps": save_steps}
     return {
         "base_model": str(folder / "model"), "datasets": [{"path": str(file), "type": "completion"}],
         "streaming": True, "max_steps": steps, "micro_batch_size": batch, "sequence_len": 256, "logging_steps": 10,
-        "output_dir": str(folder / f"out-{file.stem}"), "dataset_num_proc": 2, **saved,
+        "output_dir": str(folder / f"out-{file.stem}"), "dataset_num_proc": workers, **saved,
     }  # fmt: skip
 
 
@@ -193,6 +196,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=2, help="processes that encode rows (dataset_num_proc)")
     parser.add_argument("--drain", action="store_true")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which a drain ends")
     parser.add_argument("--kill", action="store_true")
@@ -214,7 +218,7 @@ def main() -> None:
             file = folder / f"{megabytes or rows}.{given.format}"
             count = write_stream(file, made_rows(megabytes, rows, given.text))
             saved = given.steps // 5 if given.kill else None
-            content = config_of(folder, file, given.steps, given.batch, saved)
+            content = config_of(folder, file, given.steps, given.batch, save_steps=saved, workers=given.workers)
             config = folder / f"{file.stem}.yaml"
             config.write_text(yaml.safe_dump(content))
             mode = "drain" if given.drain else "train"
@@ -223,6 +227,7 @@ def main() -> None:
             result |= killed_and_resumed(config, metrics, given.steps) if given.kill else {}
             peaks.append(result["peak_mb"])
             shape = {"megabytes": file.stat().st_size >> 20, "rows": count, "text": given.text, "format": given.format}
+            shape["workers"] = given.workers
             print(json.dumps({"mode": mode, **shape, **result}), flush=True)
             file.unlink()
     if len(peaks) > 1:

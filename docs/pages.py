@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from docs.api_page import api
@@ -10,7 +11,7 @@ from docs.format_rows import SHOWN
 from upweight.config.config import how_to_choose
 from upweight.config.schema import markdown
 from upweight.methods import METHODS
-from upweight.runs.health import EXPLAINED, RULES, SIGNS, Sign
+from upweight.runs.health import EXPLAINED, RULES, Rule, RunKind, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.distill import DistillationConfig, GKDConfig
@@ -18,6 +19,14 @@ from upweight.train.api.fields import help_of
 from upweight.train.api.grpo_config import GRPOConfig
 
 MARK = "<!-- From here on made by `make docs`. -->\n"
+RUNS: dict[RunKind, str] = {
+    "online": "Online runs",
+    "pairs": "Runs on preference pairs",
+    "offline": "All offline runs",
+}
+KEY = re.compile(
+    r"((?<!\w)(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+(?:\.\w+)?(?:: [\w.]+)?|\w+\.jsonl|completions/|(?:trl|ebft|distill)\.\w+)"
+)
 KTO_TOO = """
 Every format of preference pairs serves too: each pair becomes a good and a bad answer.
 """
@@ -57,23 +66,38 @@ def arguments() -> str:
 
 
 def health() -> str:
-    """The end of `docs/stability.md`: the rules, and what looks wrong and is not."""
-    lines = ["", "| verdict | when | it means | remedy |", "|---|---|---|---|"]
-    for rule in RULES:
-        signs = ", ".join(f"`{sign.metric}` {_limit(sign)}".replace("|", "` or `") for sign in rule.signs)
-        how = " on average" if rule.averaged else ""
-        late = f", after step {rule.after}" if rule.after else ""
-        when = f"{signs}{how} for {rule.steps} step{'s' if rule.steps > 1 else ''}{late}"
-        lines.append(f"| {rule.name} ({rule.level}, {rule.kind}) | {when} | {rule.meaning} | {rule.remedy} |")
-    lines += ["", "| what looks wrong and is not | why |", "|---|---|"]
+    """The end of `docs/stability.md`: the rules of each kind of run, alarms first, and what looks wrong and is not."""
+    lines = []
+    for kind, title in RUNS.items():
+        lines += ["", f"## {title}", "", "| verdict | what it means | what to do |", "|---|---|---|"]
+        for rule in sorted((one for one in RULES if one.kind == kind), key=lambda one: one.level):
+            what = f"{_sentence(rule.meaning)} Judged by {_condition(rule)}."
+            lines.append(f"| **{rule.name}** ({rule.level}) | {what} | {_sentence(rule.remedy)} |")
+    lines += ["", "## What looks wrong and is not", "", "| what you see | why it is right |", "|---|---|"]
     lines += [f"| {what} | {why} |" for what, why in EXPLAINED.items()]
     return "\n".join(lines) + "\n"
 
 
+def _condition(rule: Rule) -> str:
+    *others, last = [f"`{sign.metric}` {_limit(sign)}".replace("|", "` or `") for sign in rule.signs]
+    signs = f"{', '.join(others)} and {last}" if others else last
+    how = f"on average over {rule.steps} steps" if rule.averaged else f"in every log of {rule.steps} steps"
+    how = f"in every log since the first step, {rule.steps} steps or more" if rule.from_start else how
+    late = f", from step {rule.after} on" if rule.after else ""
+    return f"{signs}, {how}{late}" if rule.steps > 1 else f"{signs}, in an evaluation"
+
+
 def _limit(sign: Sign) -> str:
     if sign.relation == "near":
-        return f"within {sign.threshold:g} of 0" if sign.threshold > 1e-5 else "0"
-    return f"{SIGNS[sign.relation]} {sign.threshold:g}"
+        return f"within {sign.threshold:g} of 0" if sign.threshold > 1e-5 else "at 0"
+    return f"{sign.relation} {sign.threshold:g}"
+
+
+def _sentence(text: str) -> str:
+    """A text of a terminal as a sentence of a page, its keys in code."""
+    pieces = text.split("`")  # those at odd places are code already
+    whole = "`".join(piece if number % 2 else KEY.sub(r"`\1`", piece) for number, piece in enumerate(pieces))
+    return f"{whole[0].upper()}{whole[1:]}{'' if whole.endswith(('?', '.')) else '.'}"
 
 
 def renewed(page: str, generated: str) -> str:

@@ -25,6 +25,7 @@ ALL_ALIKE = {"reward": 0.35, "frac_reward_zero_std": 1.0, "reward_std": 0.0, "gr
 SICK = [
     ("solved", HEALTHY, {**ALL_ALIKE, "reward": 1.0, "sampling/entropy": 0.001, "completions/distinct_share": 0.1}),
     ("no signal", HEALTHY, ALL_ALIKE),
+    ("no signal so far", {**HEALTHY, "frac_reward_zero_std": lambda step: float(step < 19)}, {}),
     ("little signal", HEALTHY, {"frac_reward_zero_std": lambda step: 0.95 if step % 3 else 0.75}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "sampling/entropy": 0.001}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "completions/distinct_share": 0.15}),

@@ -31,7 +31,9 @@ class RowSection(Section):
     """The keys that select, order and shorten the rows of all entries."""
 
     val_set_size: float = setting("val_set_size", 0.0, "Share (below 1) or number of rows held out to evaluate.", ge=0)
-    shard_count: PositiveInt | None = setting("dataset_shard_num", None, "Shards all data is split into; one is kept.")
+    shard_count: PositiveInt | None = setting(
+        "dataset_shard_num", None, "Split all data into this many shards and train on one of them."
+    )
     shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
     shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")
     shuffle_before_merging: bool = setting("shuffle_before_merging_datasets", False, "Shuffle datasets before merging.")
@@ -40,7 +42,10 @@ class RowSection(Section):
     eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
     min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)
     max_prompt_length: PositiveInt | None = setting(
-        "max_prompt_length", None, "Longest prompt in tokens; the left is cut off.", also=("trl.max_prompt_length",)
+        "max_prompt_length",
+        None,
+        "Longest prompt in tokens; longer ones are cut on the left.",
+        also=("trl.max_prompt_length",),
     )
     too_long: Literal["drop", "truncate", "raise"] = setting(
         "excess_length_strategy", "drop", "What happens to a row that is too long."

@@ -50,7 +50,8 @@ class Sample:
     share: float = 1.0  # share of its completion's scored tokens, where a completion is several sequences
     # One entry for each True in `loss_mask`, in order.
     old_logps: NDArray[np.float32] | None = None
-    sampler_logps: NDArray[np.float32] | None = None
+    sampler_logps: NDArray[np.float32] | None = None  # where the loss weighs tokens by them
+    drawn_logps: NDArray[np.float32] | None = None  # the same, wherever the sampler reports them: their gap is logged
     ref_logps: NDArray[np.float32] | None = None
     versions: NDArray[np.float32] | None = None  # policy version that sampled each token
     lag: NDArray[np.float32] | None = None  # optimizer steps since then
@@ -58,9 +59,7 @@ class Sample:
     teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
     images: tuple[ImageRef, ...] = ()  # in the order of their placeholder tokens
-    # [tokens, L, A]: the experts that the sampler chose, -1 where not known; and its log-probs of scored tokens.
-    routes: NDArray[np.int16] | None = None
-    routed_logps: NDArray[np.float32] | None = None
+    routes: NDArray[np.int16] | None = None  # [tokens, L, A]: the experts that the sampler chose, -1: not known
 
     @property
     def has_advantage(self) -> bool:
@@ -122,6 +121,7 @@ class Batch:
     share_S: Tensor | None = None  # Sample.share; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
+    drawn_logps_T: Tensor | None = None  # the same, also where the loss does not use them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
     version_T: Tensor | None = None  # Sample.versions
     lag_T: Tensor | None = None  # Sample.lag
@@ -132,9 +132,7 @@ class Batch:
     # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
     weight_BN: Tensor | None = None
     images: BatchImages | None = None
-    # The experts that the sampler chose for the tokens of all rows, -1 where routers choose; and its log-probs.
-    routes_NLA: Tensor | None = None
-    routed_logps_T: Tensor | None = None
+    routes_NLA: Tensor | None = None  # the experts that the sampler chose for all tokens, -1 where routers choose
 
     def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""

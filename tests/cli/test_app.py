@@ -59,6 +59,21 @@ def test_a_fragment_is_checked_as_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stream_from_a_folder_needs_steps_unless_its_files_say_their_length(tmp_path):
+    file, rows = tmp_path / "config.yaml", tmp_path / "rows"
+    rows.mkdir()
+    (rows / "a.jsonl.gz").touch()
+    file.write_text("base_model: m\nstreaming: true\ndatasets: [{path: rows}]\n")
+    done = upweight("validate", file)
+    assert (done.returncode, done.stderr.splitlines()[-1].split(".")[0]) == (
+        2, "max_steps: needed to train on a stream, whose length is not known"
+    )  # fmt: skip
+    (rows / "a.jsonl.gz").rename(rows / "a.parquet")
+    assert upweight("validate", file).stdout == "ok\n"
+    file.write_text("base_model: m\nstreaming: true\ndatasets: [{path: org/rows}]\n")
+    assert "a stream of the hub has no known length" in upweight("validate", file).stderr
+
+
 def test_a_missing_file_and_a_missing_command_exit_2():
     assert launched("validate", "nowhere.yaml").returncode == 2
     assert launched("trian").returncode == 2

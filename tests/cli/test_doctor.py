@@ -18,7 +18,7 @@ def test_a_machine_alone_and_a_config(tmp_path):
     code, shown = doctor()
     assert code == 0
     assert "versions: Python" in shown
-    file = write_online(tmp_path, write_model(tmp_path / "model"))
+    file = write_online(tmp_path, write_model(tmp_path / "model"), learning_rate=1e-5)
     code, shown = doctor(file)
     assert (code, shown.splitlines()[-1]) == (0, "nothing is wrong")
     code, shown = doctor(file, "trl.reward_funcs=[nowhere.right]")

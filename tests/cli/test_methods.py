@@ -1,5 +1,7 @@
 """`upweight methods` lists the methods and prints what one reads and needs, also of a user's."""
 
+import re
+
 import pytest
 
 from upweight.cli.methods import run
@@ -30,6 +32,7 @@ def test_one_method_is_described(name, capsys):
     printed = capsys.readouterr().out
     assert "keys:" in printed
     assert "learning rate when left out" in printed
+    assert not re.search(r"\w_T\b", printed)  # names of tensors are for people who write methods
 
 
 def test_a_users_method_is_described_with_the_keys_it_inherits(tmp_path, monkeypatch, capsys):

@@ -4,10 +4,18 @@ import gzip
 import json
 
 import pytest
+from docs.format_rows import SHOWN
 
 from made_runs import upweight
+from made_tokenizers import byte_tokenizer, encoder
+from upweight.config.load import parse_config
+from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.data.columns import first_row, guess_columns, misses_columns, type_mapping
+from upweight.data.raw_row import RowError
+from upweight.data.sources.first_look import NEEDED, data_problems, missing_columns
 from upweight.errors import UserError
+
+KEYS = {"pairs": {"rl": "dpo"}, "steps": {"process_reward_model": True}, "text": {}, "prompts": {"rl": "grpo"}}
 
 
 @pytest.mark.parametrize(
@@ -55,11 +63,64 @@ def test_validate_gives_the_mapping(tmp_path):
     config = "base_model: tiny\nrl: dpo\ndatasets:\n  - path: mine.csv\n"
     (tmp_path / "my.yaml").write_text(config)
     done = upweight("validate", tmp_path / "my.yaml")
-    assert (done.returncode, done.stdout) == (0, "ok\n")
+    assert (done.returncode, done.stdout) == (2, "")
     pasted = "type: {field_prompt: question, field_chosen: good, field_rejected: bad}"
-    assert f"mine.csv has question, good, bad, which 'dpo' does not read. Add to it: `{pasted}`" in done.stderr
+    assert "datasets[0] (mine.csv): the columns are question, good, bad; rows without a `type` need" in done.stderr
+    assert f"Add to it: `{pasted}`" in done.stderr
     (tmp_path / "my.yaml").write_text(config + f"    {pasted}\n")
-    assert "does not read" not in upweight("validate", tmp_path / "my.yaml").stderr
+    assert upweight("validate", tmp_path / "my.yaml").stdout == "ok\n"
+
+
+SHOWN_ROWS = [(kind, name, one.row) for kind, shown in SHOWN.items() for one in shown for name in one.names()]
+
+
+def entry_of(name):
+    return DatasetSpec(
+        type=UserFormat() if name.startswith("user_defined") else None if name == "passthrough" else name
+    )
+
+
+@pytest.mark.parametrize(("kind", "name", "row"), SHOWN_ROWS, ids=[f"{kind} {name}" for kind, name, _ in SHOWN_ROWS])
+def test_rows_that_a_format_reads_have_the_columns_it_needs_and_no_others_do(kind, name, row):
+    assert missing_columns(kind, entry_of(name), row) is None
+    for group in NEEDED.get(kind, {}).get(name, ()):
+        fewer = {column: value for column, value in row.items() if column not in group}
+        assert "needs a column" in (missing_columns(kind, entry_of(name), fewer) or "")
+        with pytest.raises(RowError):
+            encoder({"type": name}, byte_tokenizer(), chat_template="chatml", sequence_len=512, **KEYS[kind])(fewer)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"path": "./gone.jsonl"}, "datasets[0] (./gone.jsonl): there is no such file or folder. Tried"),
+        ({"path": "rowz.jsonl"}, "Did you mean 'rows.jsonl'?"),
+        ({"path": "data/*.jsonl"}, "data_files: no file matches 'data/*.jsonl'"),
+        ({"path": "json", "data_files": "gone.jsonl"}, "data_files: no file matches 'gone.jsonl'"),
+        ({"path": "rows.jsonl", "type": "chat_template"}, "'type: chat_template' needs a column messages or conv"),
+        ({"path": "rows.jsonl", "type": {"field_instruction": "questoin"}},
+         "'questoin' (field_instruction) and 'output' (field_output) of `type`: there is no such column, but "
+         "question, answer. Did you mean 'question'?"),
+        ({"path": "rows.jsonl", "filter": "mine.keep"}, None),
+        ({"path": "rows.jsonl", "type": {"field_instruction": "question", "field_output": "answer"}}, None),
+        ({"path": "some-org/some-rows"}, None),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_read_are_errors_of_validate(tmp_path, monkeypatch, entry, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "Why?", "answer": "So."}) + "\n")
+    config = parse_config({"base_model": "some/model", "datasets": [entry]}, folder=tmp_path)
+    problems = list(data_problems(config))
+    assert problems == [] if said is None else said in problems[0]
+
+
+def test_data_of_another_machine_can_be_left_out(tmp_path):
+    (tmp_path / "my.yaml").write_text("base_model: tiny\ndatasets:\n  - path: /cluster/rows.jsonl\n")
+    done = upweight("validate", tmp_path / "my.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "datasets[0] (/cluster/rows.jsonl): there is no such file" in done.stderr
+    assert "--no-data" in done.stderr
+    assert upweight("validate", tmp_path / "my.yaml", "--no-data").stdout == "ok\n"
 
 
 def test_an_error_of_a_row_gives_the_mapping_and_the_mapping_works(run):

@@ -17,7 +17,6 @@ from upweight.data.images import undecoded
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
 from upweight.engine.images import image_positions
-from upweight.errors import UserError
 from upweight.methods import DPO, KTO, ORM, ORPO, SFT
 from upweight.models.processor import attach_processor
 from upweight.row_rules import apply_length_rules
@@ -132,8 +131,13 @@ def test_pairs_and_labelled_rows_share_the_images_of_their_prompt(tmp_path):
     records = [one for row in (label, other) for one in encoder(tmp_path, KTO())(row)]
     matched = units_of([one.columns for one in records], KTO(), compare=True)
     assert len(matched[0].samples) == 1  # the prompts differ in their image
-    with pytest.raises(UserError, match="orm does not train on yet"):
-        encoder(tmp_path, ORM())(pair)
+    (scored,) = encoder(tmp_path, ORM())(pair)
+    (unit,) = units_of([scored.columns], ORM())
+    assert [len(sample.images) for sample in unit.samples] == [1, 1]
+    assert [int(sample.loss_mask.sum()) for sample in unit.samples] == [1, 1]
+    pair |= {"prompt": "<image>?", "chosen": " yes <image>", "rejected": " no"}
+    with pytest.raises(RowError, match="images in the prompt, before the completion begins"):
+        encoder(tmp_path, DPO())(pair)
 
 
 @pytest.mark.parametrize(

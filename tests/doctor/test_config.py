@@ -19,11 +19,17 @@ def found(file, *overrides):
 
 
 def test_a_good_config_has_nothing_wrong(model_folder, tmp_path):
-    checked = found(write_online(tmp_path, model_folder))
+    checked = found(write_online(tmp_path, model_folder, learning_rate=1e-5))
     assert not [one for one in checked.values() if one.wrong]
     assert checked["data"].says.startswith("8 rows to train on with the columns answer")
     assert checked["rewards"].says == "vowels"
     assert checked["memory"].evidence["needed_gib"] <= checked["memory"].evidence["there_gib"]
+
+
+def test_a_learning_rate_far_from_the_usual_is_a_warning(model_folder, tmp_path):
+    checked = found(write_online(tmp_path, model_folder), "learning_rate=0.1")["keys"]
+    assert checked.level == "warning"
+    assert checked.says.startswith("learning_rate: 0.1 is far above")
 
 
 def test_rewards_that_cannot_be_had_or_miss_a_column_are_named(model_folder, tmp_path):

@@ -120,13 +120,14 @@ def test_each_distinct_image_is_encoded_once(tmp_path, monkeypatch):
     model = vision_model("qwen2_5_vl")
     made = Written(reader_of("qwen2_5_vl", model), tmp_path)
     engine, encoded = Engine(model, images=made.reader), []
-    stock = type(model).get_image_features
+    body = type(model.model)
+    stock = body.get_image_features
 
     def counted(self, pixel_values, image_grid_thw, **options):
         encoded.append(len(image_grid_thw))
         return stock(self, pixel_values, image_grid_thw, **options)
 
-    monkeypatch.setattr(type(model), "get_image_features", counted)
+    monkeypatch.setattr(body, "get_image_features", counted)
     engine(model, build_batch(shared_and_unshared(made)))
     assert encoded == [5]  # images 0, 1 and 2, and the two that look alike
 

@@ -74,7 +74,7 @@ def test_replay_with_the_weights_that_sampled_changes_nothing(kind, layout):
     replayed = gradients(model, weighted({"logps": out.logps_T}))
     assert relative_difference(replayed, plain) < 1e-5
     assert out.router_changes_4[:2].tolist() == [0, 0]
-    assert torch.allclose(out.logps_T.detach(), batch.routed_logps_T, atol=1e-4)
+    assert torch.allclose(out.logps_T.detach(), batch.drawn_logps_T, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -90,7 +90,7 @@ def test_another_router_still_uses_the_recorded_experts(kind):
     out = engine(model, batch, replay=True)
     assert out.router_changes_4[0] > 0
     assert out.router_changes_4[1] == 0
-    gaps = [(one.logps_T - batch.routed_logps_T).abs().mean().item() for one in (out, measured)]
+    gaps = [(one.logps_T - batch.drawn_logps_T).abs().mean().item() for one in (out, measured)]
     assert gaps[0] < gaps[1]
     found = gradients(model, weighted({"logps": out.logps_T}))
     routers = [name for name in found if name.endswith(("gate.weight", "router.weight"))]

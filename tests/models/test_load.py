@@ -152,7 +152,7 @@ def test_a_named_class_must_exist(folder):
 
 def test_vision_models_of_other_kinds_are_refused(tmp_path):
     AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"base_model: .*\(paligemma\) is a vision model .* one of these types: llava"):
+    with pytest.raises(UserError, match=r"base_model: .*\(paligemma\) reads images, .* one of these types: llava"):
         load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
 
 

@@ -6,6 +6,7 @@ from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.models.memory import (
     GIB,
+    Savings,
     activation_bytes,
     adapter_parameters,
     estimate,
@@ -14,6 +15,7 @@ from upweight.models.memory import (
     shape_of,
 )
 
+RECOMPUTED = Savings(recompute=True)
 LORA = AdapterSection(kind="lora", rank=16, target_linear=True)
 
 
@@ -27,7 +29,8 @@ def qwen(tmp_path_factory):
 
 
 def need(shape, trained, **changes):
-    options = {"optimizer": "sgd", "reference": False, "checkpointing": True, "tokens": 10_240, **changes}
+    options = {"optimizer": "sgd", "reference": False, "tokens": 10_240, **changes}
+    options.setdefault("savings", RECOMPUTED)
     return estimate(shape, trained, options.pop("adapter", LORA), **options)
 
 
@@ -52,8 +55,8 @@ def test_sizes_are_counted_on_the_model(tmp_path):
 
 
 def test_every_saving_saves(qwen):
-    plain = need(qwen, "all", optimizer="adamw_torch_fused", reference=True, checkpointing=False)
-    assert need(qwen, "all", optimizer="adamw_torch_fused", checkpointing=False).total < plain.total
+    plain = need(qwen, "all", optimizer="adamw_torch_fused", reference=True, savings=Savings())
+    assert need(qwen, "all", optimizer="adamw_torch_fused", savings=Savings()).total < plain.total
     assert need(qwen, "all", optimizer="adamw_torch_fused", reference=True).activations < plain.activations
     assert need(qwen, "lora").training < need(qwen, "all").training / 20
     four = AdapterSection(kind="qlora", load_in_4bit=True)
@@ -66,10 +69,10 @@ def test_every_saving_saves(qwen):
 def test_the_longest_sequence_fits_and_one_more_half_does_not(qwen):
     card = 24 * GIB
     fixed = need(qwen, "lora")
-    most = longest(qwen, fixed, card, checkpointing=True, sequences=2)
+    most = longest(qwen, fixed, card, savings=RECOMPUTED, sequences=2)
     assert need(qwen, "lora", tokens=2 * most).total <= 0.9 * card
     assert need(qwen, "lora", tokens=3 * most).total > 0.9 * card
-    assert longest(qwen, need(qwen, "all"), 8 * GIB, checkpointing=True, sequences=1) == 0
+    assert longest(qwen, need(qwen, "all"), 8 * GIB, savings=RECOMPUTED, sequences=1) == 0
 
 
 def test_a_token_of_a_mixture_takes_memory_for_each_of_its_experts():

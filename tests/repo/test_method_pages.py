@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from made_runs import metrics_of, write_model
-from upweight.cli.inputs import unread_columns
 from upweight.config import load_config
+from upweight.data.sources.first_look import data_problems
 from upweight.rewards.builtin.spec import check_specs
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -76,7 +76,7 @@ def test_an_example_is_a_config_that_reads_its_rows(page, number, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     config = load_config(write_example(page, number, tmp_path))
     check_specs(config.rollout.reward_funcs, "trl.reward_funcs")
-    assert not list(unread_columns(config))
+    assert not list(data_problems(config))
 
 
 @pytest.mark.slow

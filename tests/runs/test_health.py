@@ -15,6 +15,8 @@ from upweight.runs.files import HEALTH
 from upweight.runs.health import REPEAT_AFTER, RULES, too_early, verdicts
 from upweight.train.recording.callbacks import HealthCallback
 
+EARLY = ("reward at zero", "format ignored", "flat reward", "rarely earned", "no signal so far")
+
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
 @pytest.mark.parametrize("every", slow_except([10], [1, 10]))
@@ -28,7 +30,7 @@ def test_each_sickness_is_named_once_and_nothing_else_is(name, healthy, sick, ev
         healthy = {**healthy, "reward": learning}
     found = verdicts(run_of(healthy, sick, every=every))
     assert [verdict.name for verdict in found] == [name]
-    assert found[0].step > 20 or name in ("reward at zero", "format ignored", "flat reward", "rarely earned")
+    assert found[0].step > 20 or name in EARLY
     assert found[0].name in found[0].line()
     assert f"at step {found[0].step}" in found[0].line()
 
@@ -44,6 +46,18 @@ def test_rules_without_enough_steps_are_too_early_and_not_silent():
     assert "solved" not in waiting  # which judges from step 10 on
     assert too_early(run_of(HEALTHY, steps=300)) == []
     assert too_early([]) == []
+
+
+@pytest.mark.parametrize("every", [1, 5, 12])
+def test_rewards_without_spread_since_the_first_step_are_reported_in_short_runs(every):
+    constant = {**HEALTHY, "reward": 0.5, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    (verdict,) = verdicts(run_of(constant, steps=12, every=every))
+    assert (verdict.name, verdict.level, verdict.step) == ("no signal so far", "warning", max(every, 4))
+    assert f"for {verdict.step} steps" in verdict.line()
+    assert "upweight rewards CONFIG" in verdict.remedy
+    one_step_with_spread = {**constant, "frac_reward_zero_std": lambda step: 0.9 if step == 2 else 1.0}
+    assert verdicts(run_of(one_step_with_spread, steps=12)) == []
+    assert verdicts(run_of(constant, steps=3)) == []
 
 
 def test_healthy_runs_are_left_alone():

@@ -54,7 +54,7 @@ def types_of(task: Task) -> list[Any]:
 
 
 def judge(task: Task, config_class: Any) -> Verdict:
-    """Load, build and compare as a user's run does; what is refused on the way is refused in words.
+    """Load, build and compare as a user's run does; what a user's run refuses is refused here.
 
     Encoders that can be decoders are tried as such where they are refused as language models.
     """
@@ -65,7 +65,7 @@ def judge(task: Task, config_class: Any) -> Verdict:
         if verdict.outcome == "refused" and task != "classifier" and not getattr(config_class(), "is_decoder", True):
             decoder = _judged(task, config_class, is_decoder=True)
             if decoder.outcome not in ("refused", "not built"):
-                return Verdict(decoder.outcome, decoder.remark or "with `is_decoder: true` in its config, else refused")
+                return Verdict(decoder.outcome, decoder.remark or "only with `is_decoder: true` in its config")
     return verdict
 
 
@@ -90,7 +90,7 @@ def _refused_by_loader(config_class: Any) -> str | None:
             config_class(**seeing).save_pretrained(folder)
             load_model_config(ModelSection(base_model=folder))
         except UserError as error:
-            return _first_line(error).replace(f"base_model: {folder!r} ({config_class.model_type}) is", "it is")
+            return _first_line(error).replace(f"base_model: {folder!r} ({config_class.model_type})", "it")
         except Exception:  # a config without values cannot be written; the real ones can
             return None
     return None
@@ -110,7 +110,7 @@ def _trained(model: Any, untouched: Any) -> Verdict:
         return Verdict("not built", f"its own forward: {_first_line(error)}")
     check = check_first_batch(engine, model, build_batch(_units(), engine.layout, predict=not engine.scores))
     if not check.passed:
-        return Verdict("refused", f"by the proof of the first batch: {check.advice}")
+        return Verdict("refused", f"its numbers fail the check of the first batch. {check.advice}")
     ours = _ours(engine, model)
     difference = float((ours - right).detach().abs().max())
     turned = relative_difference(gradients(model, weighted({"x": ours})), gradients(untouched, weighted({"x": right})))

@@ -19,19 +19,21 @@ import transformers as hf
 sys.path[0] = str(Path(__file__).parents[1])  # of a script that is its own folder, where `sweep` is this file
 
 from sweep.judge import CLASSES, Task, Verdict, judge, types_of  # noqa: E402
+from upweight.models.vision import FAMILIES  # noqa: E402
 
 SECONDS = 120
 _CLASS = re.compile(r"^\w+(For[A-Z]|LMHead|Model)\w*")  # with which a message begins; equal ones are listed once
+_DIFFERENCE = re.compile(r"differ by [\d.e+-]+ \(limit ([\d.e-]+)\)")  # types that exceed a limit share a line
 HEADERS: dict[Task, dict[str, str]] = {
-    "language model": {"trees": "right, prefixes shared", "padded": "right, rows padded"},
-    "classifier": {"trees": "right, prefixes shared", "padded": "right, rows padded"},
+    "language model": {"trees": "works, prefixes shared", "padded": "works, rows padded"},
+    "classifier": {"trees": "works, prefixes shared", "padded": "works, rows padded"},
     "sampling": {
-        "shared": "right, prompts shared",
-        "generate": "right, by transformers' `generate`",
-        "generate without a cache": "right, by `generate` without a cache",
+        "shared": "works, prompts shared",
+        "generate": "works, by transformers' `generate`",
+        "generate without a cache": "works, by `generate` without a cache",
     },
 }
-OTHERS = {"refused": "refused in words", "not built": "no tiny model", "not run": "not run", "wrong": "wrong"}
+OTHERS = {"refused": "refused", "not built": "not measured", "not run": "not measured", "wrong": "wrong"}
 TITLES: dict[Task, str] = {
     "language model": "Training a language model",
     "classifier": "Training a reward model",
@@ -101,15 +103,36 @@ def page(results: dict[tuple[Task, str], Verdict]) -> str:
     lines = [
         "# Models",
         "",
-        f"Whether each model type of transformers {hf.__version__} can be trained and sampled. `make models` measures",
-        "it with tiny random models on a CPU and writes this page; `make test-models` fails if any result is wrong.",
+        f"This page says which model types of transformers {hf.__version__} can be trained and sampled. The type of a",
+        "model is `model_type` in its `config.json`:",
         "",
-        "- Training compares log-probs (or scores) and all gradients of a batch with nested branches, duplicates and a",
-        "  sequence longer than attention windows with forwards of single sequences by an unchanged model.",
-        "- Sampling compares the tokens and log-probs of greedy completions, for prompts of several lengths.",
-        "- A type that is refused stops with a message before anything is trained; the reason is below.",
-        "- A type without a tiny model was not measured. Every real run checks its first batch and its first",
-        "  completions all the same, and stops if numbers differ.",
+        "```bash",
+        """python -c "from transformers import AutoConfig; print(AutoConfig.from_pretrained('MODEL').model_type)\"""",
+        "```",
+        "",
+        "Look for that name in the tables below. They are about text; the types that can be trained on images are",
+        f"{', '.join(f'`{name}`' for name in FAMILIES)} ([vision](vision.md)).",
+        "",
+        "| outcome | meaning |",
+        "|---|---|",
+        "| works, prefixes shared | The beginning that several sequences share is computed once (a "
+        "[prefix tree](glossary.md)). |",
+        "| works, rows padded | The results are as exact, but every sequence is computed in full, so steps with shared "
+        "prompts take longer. |",
+        "| works, prompts shared | A prompt is computed once for all its completions. |",
+        "| works, by `generate` | Completions are sampled by transformers' `generate`, which is slower. |",
+        "| refused | The run stops with a message before anything is trained. The second table gives the reason. |",
+        "| not measured | No tiny model of this type could be built for the test. A run with such a model still "
+        "compares its first batch and its first completions with the model's own forward, and stops if they differ. |",
+        "",
+        "## How this was measured",
+        "",
+        "`make models` tries every type with a tiny random model on a CPU and writes this page. For training it",
+        "computes a batch of sequences that branch from each other, that are equal, and that are longer than attention",
+        "windows. Log-probabilities (or scores) and all gradients have to equal those of transformers' own forward of",
+        "each sequence alone. For sampling, the tokens and log-probabilities of greedy completions of prompts of",
+        "several lengths have to equal those of that forward. `make test-models` fails if any type gives a wrong",
+        "result instead of a refusal.",
     ]
     for task in CLASSES:
         lines += _section(task, {c.model_type: results.get((task, c.model_type)) for c in types_of(task)})
@@ -128,7 +151,7 @@ def _section(task: Task, verdicts: dict[str, Verdict | None]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, verdict in known.items():
         if verdict.remark:
-            remark = _CLASS.sub("it", verdict.remark.replace("|", "/"))
+            remark = _DIFFERENCE.sub(r"differ by more than \1", _CLASS.sub("it", verdict.remark.replace("|", "/")))
             reasons.setdefault(f"{words[verdict.outcome]}: {remark}", []).append(name)
     if reasons:
         lines += ["", "| types | reason |", "|---|---|"]

@@ -96,7 +96,7 @@ def test_all_are_named_at_once(tmp_path, bare):
 
 
 def test_validate_names_what_it_leaves_to_the_machine():
-    assert NOT_VALIDATED == ("GPUs", "installed packages", "files and folders", "servers")
+    assert NOT_VALIDATED == ("GPUs", "installed packages", "folders", "servers")
 
 
 @pytest.mark.parametrize(("folder", "says"), [("file", "is a file"), ("file/out", "is a file"), ("locked/out", "to")])

@@ -6,6 +6,7 @@ import torch
 from parity_script import ROWS, TEMPLATE, made_tokenizer
 from tiny_models import tiny
 from upweight import DPOConfig, DPOTrainer
+from upweight.config.sections.training import OptimSection
 from upweight.train.policy import CPU_TOKEN_BUDGET, token_budget
 
 
@@ -29,4 +30,4 @@ def test_a_script_balances_routers_by_the_models_coefficient_or_its_own(kind, na
 
 def test_the_token_budget_of_a_cpu_is_fixed():
     config = tiny("llama").config
-    assert token_budget(config, torch.device("cpu"), checkpointing=False, reserved=1 << 40) == CPU_TOKEN_BUDGET
+    assert token_budget(config, torch.device("cpu"), OptimSection(), reserved=1 << 40) == CPU_TOKEN_BUDGET

@@ -1,5 +1,6 @@
 """`upweight fits`: which ways of training a config's model fit on a card."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from upweight.errors import UserError
 from upweight.models.memory import (
     GIB,
     USABLE_SHARE,
+    Savings,
     TrainedWeights,
     estimate,
     keeps_start,
     longest,
     shape_of,
     teacher_bytes,
+    total_memory,
 )
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
@@ -29,7 +32,7 @@ def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
-        memory = torch.cuda.mem_get_info()[1] / GIB
+        memory = total_memory(torch.device("cuda")) / GIB
     print("\n".join(table(config, memory * GIB)))
 
 
@@ -43,15 +46,16 @@ def table(config: Config, card: float) -> list[str]:
     teachers = teacher_bytes(config)
     need_of = partial(
         estimate, shape, adapter=config.adapter, optimizer=config.optim.optimizer, reference=keeps_start(config),
-        tokens=tokens, teachers=teachers, offload=config.optim.reference_offloading,
+        tokens=tokens, teachers=teachers,
     )  # fmt: skip
     rows: list[tuple[str, ...]] = [HEADINGS]
     for trained in TRAINED_KINDS:
         for recompute in (False, True):
-            need = need_of(trained, checkpointing=recompute)
+            savings = replace(Savings.of(config), recompute=recompute)
+            need = need_of(trained, savings=savings)
             parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
             fits = "yes" if need.total <= USABLE_SHARE * card else "no"
-            most = longest(shape, need, card, checkpointing=recompute, sequences=sequences) * sharing
+            most = longest(shape, need, card, savings=savings, sequences=sequences) * sharing
             mark = "* " if (trained, recompute) == configured else ""
             rows.append((mark + trained, "yes" if recompute else "no", *parts, fits, str(most)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]

@@ -28,7 +28,8 @@ def run_score(target: str, file: Path, overrides: list[str], *, output: Path | N
     rows = read_rows(file)
     model = find_trained(target, overrides)
     data, entry, templated = text_format_of(model)
-    scorer = load_score_model(model.model, model.adapter, data=data, entry=entry, chat=chat or templated)
+    options = {"data": data, "entry": entry, "chat": chat or templated, "folder": file.parent}
+    scorer = load_score_model(model.model, model.adapter, **options)
     if output is None:
         _write_scores(scorer, rows, sys.stdout)
         return

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, load_config, parse_config
+from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, suffix, without_end
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
-from upweight.data.columns import first_row, misses_columns, type_mapping
 from upweight.errors import UserError
 from upweight.log import warn_once
 
@@ -71,22 +71,17 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     return client
 
 
-def unread_columns(config: Config) -> Iterator[str]:
-    """Yield what is amiss with the columns of local files, by their first rows, and the mapping that reads them."""
+def check_lengths(config: Config) -> None:
+    """Refuse a stream from a local folder whose files do not say how many rows they have; warn of one on the hub."""
     for stage in config.stages or (config,):
-        kind = stage.method.formats()
-        for number, entry in enumerate(stage.data.datasets):
-            if entry.type is not None or type(stage.method).read_row is not None or not entry.path:
-                continue
-            files = (Path(entry.path).expanduser(), stage.folder / entry.path)
-            row = next((first_row(file) for file in files if file.is_file()), None)
-            if row is not None and misses_columns(kind, row):
-                mapping = type_mapping(kind, row)
-                remedy = "`type` maps columns of other names (upweight docs formats)"
-                if mapping is not None:
-                    remedy = f"Add to it: `{mapping}`"
-                problem = f"{entry.path} has {', '.join(row)}, which '{stage.method.name}' does not read"
-                yield f"datasets[{number}]: {problem}. {remedy}"
+        for row in without_end(stage):
+            path = Path(row.path or "").expanduser()
+            here = next((place for place in (path, stage.folder / path) if place.exists()), None)
+            if row.path and here is None and not path.suffix and not row.path.startswith((".", "/", "~")):
+                warn_once(f"{UNKNOWN_LENGTH} ({row.path} is not here; a stream of the hub has no known length)")
+            files = [file for file in here.rglob("*") if file.is_file()] if row.path and here and here.is_dir() else []
+            if files and not any(suffix(file.name) == f".{COUNTED}" for file in files):
+                raise UserError(UNKNOWN_LENGTH)
 
 
 def find_trained(target: str, overrides: list[str], *, or_base: bool = False) -> TrainedModel:

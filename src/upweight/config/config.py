@@ -17,7 +17,7 @@ from upweight.methods import METHODS
 from upweight.methods.base import Method
 from upweight.settings import Key, Section, UserPath, keys_of, setting
 
-NOT_BY_RL = {"sft": "no 'rl'", "orm": "reward_model: true", "prm": "process_reward_model: true"}
+NOT_BY_RL = {"sft": "SFT (no `rl`)", "orm": "reward_model: true", "prm": "process_reward_model: true"}
 if TYPE_CHECKING:
     MethodName = str
 else:
@@ -27,11 +27,15 @@ else:
 class ChoiceSection(Section):
     """The choice of the training method."""
 
-    rl: MethodName | UserPath | None = setting("rl", None, "Method, or the path of yours; fine-tuning if left out.")
+    rl: MethodName | UserPath | None = setting(
+        "rl", None, "Training method, or the path of a class of yours. When left out: supervised fine-tuning."
+    )
     reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")
     process_reward_model: bool = setting("process_reward_model", False, "Train a process reward model.")
     stages: list[dict[str, Any]] = setting(
-        "stages", [], "Trainings in a row, each from the last result: a `name`, and keys over the common ones."
+        "stages",
+        [],
+        "Several trainings, each starting from the result of the one before: a `name` and keys that differ.",
     )
     plugins: list[str] = setting("plugins", [], "Axolotl plugins; accepted if Upweight has the feature built in.")
 

@@ -2,15 +2,21 @@
 
 import dataclasses
 from math import lcm
+from typing import Any
 
-from upweight.config.config import Config
+from upweight.config.config import Config, general_keys
 from upweight.config.sections.data import DatasetSpec
+from upweight.config.sections.rollout import IN_PROCESS
 from upweight.methods import feature_matcher
 from upweight.methods.base import Method
+
+LEAN_TOKENS, LEAN_HEAD_TOKENS = 2048, 256  # of a forward, and of its scored tokens whose logits exist at a time
+FAST_SHARE = 0.8  # of the free memory, for activations that are kept
 
 
 def resolve(config: Config) -> Config:
     """Return the config with every derived value filled in."""
+    config = _with_memory_mode(config)
     method = config.method
     rate_of_method = (config.adapter.kind and method.lora_learning_rate) or method.learning_rate
     labels_of_head = {"sequence_score": 1, "step_score": 2}.get(method.head)
@@ -30,6 +36,46 @@ def resolve(config: Config) -> Config:
         method=_resolve_method(config),
         rollout=config.rollout.model_copy(update={"server_host": host, "server_port": port}),
     )
+
+
+def memory_settings(config: Config) -> dict[str, Any]:
+    """Return what the key `memory` sets, by YAML path: keys that the config does not have itself."""
+    optim, given = config.optim, config.set_keys
+    whole = not (_resolve_sharding(config)["fsdp"] or config.sharding.deepspeed)  # weights and activations on each rank
+    options: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    if optim.memory == "lean":
+        options = {} if "keep" in optim.checkpointing_args else {"every_layer": True}
+        settings = {"gradient_checkpointing": True, "token_budget": LEAN_TOKENS, "head_chunk_tokens": LEAN_HEAD_TOKENS}
+        settings |= {"activation_offloading": True} if whole else {}
+        settings |= {"reference_offloading": True} if whole and _has_movable_reference(config) else {}
+        in_process = config.method.online and config.rollout.backend == IN_PROCESS
+        settings |= {"trl.release_sampler": True} if in_process else {}
+    elif optim.memory == "fast" and whole and config.sharding.context_parallel_size == 1:
+        options = {} if optim.checkpointing_args.get("every_layer") else {"keep": FAST_SHARE}
+        settings = {"gradient_checkpointing": True}
+    settings = {path: value for path, value in settings.items() if path not in given}
+    missing = {name: value for name, value in options.items() if name not in optim.checkpointing_args}
+    if missing and settings.get("gradient_checkpointing", optim.gradient_checkpointing):
+        settings["gradient_checkpointing_kwargs"] = {**optim.checkpointing_args, **missing}
+    return settings
+
+
+def _has_movable_reference(config: Config) -> bool:
+    """Return whether there is a reference or a teacher that host memory can hold while it is not used."""
+    quantised = config.teacher.load_in_4bit or config.teacher.load_in_8bit
+    needs = config.method.needs_reference or config.method.needs_teacher
+    return bool(needs and not quantised and not config.adapter.separate_reference)
+
+
+def _with_memory_mode(config: Config) -> Config:
+    """Return the config with the keys that `memory` sets."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in memory_settings(config).items():
+        section, key = general_keys()[path]
+        sections.setdefault(section, {})[key.name] = value
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def _datasets(config: Config) -> list[DatasetSpec]:

@@ -62,7 +62,7 @@ def markdown() -> str:
         "```",
         "",
         "- `a.b` is the key `b` in the block `a`: `trl.beta: 0.1` is `beta: 0.1` under `trl:`.",
-        "- A key without a default is unset. `else` in its meaning says what holds then.",
+        '- A key without a default is unset. Its meaning says what happens then, after "when left out" or "unset".',
         "- Unknown keys are errors, and the message names the nearest known key.",
         "- `make docs` writes this page from the help texts in the code.",
     ]
@@ -80,7 +80,8 @@ def markdown() -> str:
         text = f"{summary_of(method)} Learning rate when left out: {rate}."
         rows = list(section_rows(method))
         table = _table(rows) if rows else ["This method adds no keys."]
-        lines += ["", f"### `{how_to_choose(name)}`", "", text, "", *table]
+        choice = how_to_choose(name)
+        lines += ["", f"### {choice}" if "`" in choice else f"### `{choice}`", "", text, "", *table]
     return "\n".join([*lines, *_peers(), ""])
 
 
@@ -126,19 +127,43 @@ def _table(rows: Any) -> list[str]:
 
 
 def _peers() -> list[str]:
-    lines = ["", "## Keys of other trainers", "", "Configs of Axolotl hold these keys too.", ""]
+    lines = [
+        "",
+        "## Keys of other trainers",
+        "",
+        "Configs of Axolotl and other trainers may have these keys. This is what Upweight does with them.",
+        "",
+    ]
     lines += [
         "### Accepted without effect",
         "",
-        "What these ask for always happens, or is not needed. Each line begins with the reason.",
+        "What these keys ask for always happens, or is not needed. Each line begins with the reason.",
     ]
-    lines += ["", *_by_reason(NO_EFFECT), "", "### Renamed", "", "Both names work.", "", "| old | new |", "|---|---|"]
+    lines += [
+        "",
+        *_by_reason(NO_EFFECT),
+        "",
+        "### Renamed",
+        "",
+        "Both names are accepted.",
+        "",
+        "| old | new |",
+        "|---|---|",
+    ]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
     lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |"]
     lines += ["", "### Other names", "", "| other trainers | Upweight |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
-    return [*lines, "", "### Refused", "", "These stop with an error that gives the reason.", "", *_by_reason(REFUSED)]
+    return [
+        *lines,
+        "",
+        "### Refused",
+        "",
+        "A config with one of these keys stops with an error. Each line begins with the reason.",
+        "",
+        *_by_reason(REFUSED),
+    ]
 
 
 def _by_reason(listed: dict[str, list[str]]) -> list[str]:

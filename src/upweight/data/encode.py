@@ -146,6 +146,6 @@ class Encoder:
             return records
         method = self.setup.method
         computed = method.strided or method.evaluates_loss or bool(method.computed_rewards) or method.needs_teacher
-        if method.data not in WITH_IMAGES or computed or method.head != "tokens":
+        if method.data not in WITH_IMAGES or computed or method.head == "step_score":
             raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
         return [with_images(record, texts, images, self.setup.images.reader.placeholder) for record in records]

@@ -28,6 +28,7 @@ COLUMNS = ("images", "image")
 SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of a content part that hold an image
 IMAGE_TYPES = ("image", "image_url", "input_image")
 FOLLOW_PROMPT = ("completion", "chosen", "rejected")  # their messages go on after those of `prompt`
+COMPLETIONS = tuple(f"{name}_ids" for name in FOLLOW_PROMPT)
 GENERIC = "<image>"  # stands for an image in texts of many datasets
 FOLDER = "images"  # in the folder of prepared data, for images that are in no file
 
@@ -282,7 +283,8 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
     columns = {**record.columns, "images": [_column(ref) for ref in refs]}
     ids = columns.get("prompt_ids", columns.get("input_ids", []))
     at = [place for place, token in enumerate(ids) if token == refs[0].token_id]
-    if len(at) != sum(ref.tokens for ref in refs):
+    in_completions = any(refs[0].token_id in columns.get(name, ()) for name in COMPLETIONS)
+    if in_completions or len(at) != sum(ref.tokens for ref in refs):
         raise RowError("images", f"texts without the model's token for images, {placeholder}, but for the images'")
     if "loss_mask" in columns:
         mask = list(columns["loss_mask"])
@@ -324,8 +326,13 @@ def image_refs(row: Mapping[str, Any]) -> tuple[ImageRef, ...]:
 
 
 def open_images(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a prepared row, as Pillow has them."""
-    return [open_image(Path(ref.path).read_bytes()) for ref in image_refs(row)]
+    """Return the images of a prepared row, as Pillow has them, each with the `filename` of what it was read from."""
+    opened = []
+    for ref in image_refs(row):
+        image = open_image(Path(ref.path).read_bytes())
+        image.filename = ref.path
+        opened.append(image)
+    return opened
 
 
 def undecoded(dataset: datasets.Dataset) -> datasets.Dataset:

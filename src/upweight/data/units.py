@@ -60,7 +60,8 @@ def _pair_unit(row: Mapping[str, Any], number: int, method: Method) -> Unit:
         prompt, completion = _as_ids(row["prompt_ids"]), _as_ids(row[f"{side}_ids"])
         if method.head == "sequence_score":  # a reward head scores the last position
             ids = np.concatenate([prompt, completion])
-            sides.append(Sample(ids, np.arange(len(ids)) == len(ids) - 1, labels=np.zeros(1, np.int64)))
+            last, label = np.arange(len(ids)) == len(ids) - 1, np.zeros(1, np.int64)
+            sides.append(Sample(ids, last, labels=label, images=image_refs(row)))
         else:
             with_prompt = method.scores_prompt and side == "chosen"
             sample = _completion(prompt, completion, with_prompt, row.get(f"ref_{side}_logps"))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from transformers import AutoConfig
 
 from upweight.config import Config
+from upweight.config.rules.training import unusual_rate
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
@@ -64,8 +65,10 @@ def check_config(config: Config) -> list[Finding]:
 
 
 def _keys(state: CheckState) -> Iterator[Finding]:
+    harmful = set(unusual_rate(state.config))  # the others are about keys that do nothing
     for notice in state.config.notices:
-        yield Finding("note", "keys", notice.removesuffix("."))
+        level = "warning" if notice in harmful else "note"
+        yield Finding(level, "keys", notice.removesuffix("."))
     for message in check_machine(state.config):
         key, _, text = message.partition(": ")
         yield Finding("alarm", key, text.removesuffix("."))

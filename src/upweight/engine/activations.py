@@ -10,34 +10,49 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
 from upweight.log import logger
-from upweight.models.memory import USUAL_OPTIMIZER, training_bytes
+from upweight.models.memory import HALF_BYTES, KEPT_SHARE, USUAL_OPTIMIZER, free_memory, layer_bytes, training_bytes
 from upweight.models.modules import backbone_of, unwrap_peft
 
-KEPT_FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
 MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
 
 
 def enable_checkpointing(
-    model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
+    model: nn.Module,
+    reentrant: bool = False,
+    every_layer: bool = False,
+    optimizer: str = USUAL_OPTIMIZER,
+    keep: float | None = None,
 ) -> None:
-    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires."""
+    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires.
+
+    `keep`: the share of the free memory that kept activations may take, on any device; None: the usual one of a GPU.
+    """
     base = unwrap_peft(model)
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer)
+    base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer, keep)
     # The outputs of frozen embeddings then need gradients, or adapters get none.
     if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
         base.enable_input_require_grads()
 
 
-def activation_budget(base: nn.Module, optimizer: str) -> "ActivationBudget | None":
+def activation_budget(base: nn.Module, optimizer: str, keep: float | None = None) -> "ActivationBudget | None":
     """Return the budget for the checkpointed layers of a model that this optimizer trains, or None without any."""
     layers = [m for m in base.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     trained = sum(parameter.numel() for parameter in base.parameters() if parameter.requires_grad)
-    return ActivationBudget(layers, trained * training_bytes(optimizer)) if layers else None
+    if not layers:
+        return None
+    reserved = trained * training_bytes(optimizer)
+    if keep is None or next(layers[0].parameters()).is_cuda:
+        return ActivationBudget(layers, reserved, KEPT_SHARE if keep is None else keep)
+    # Elsewhere an allocator cannot be asked what a layer keeps, and the estimate of shapes stands for it.
+    text: Any = base.config.get_text_config() if isinstance(base, PreTrainedModel) else None
+    width = next(iter(base.parameters())).element_size()
+    return ActivationBudget(layers, reserved, keep, layer_bytes(text) * width / HALF_BYTES)
 
 
 def recompute_every_layer(base: nn.Module) -> None:
@@ -54,11 +69,16 @@ class ActivationBudget:
     # The last layers keep theirs, because backward frees them before it recomputes the first of the other layers. The
     # bytes that a layer keeps per token are measured on the last layer in the first forward, for any architecture.
 
-    def __init__(self, layers: Sequence[GradientCheckpointingLayer], reserved: int) -> None:
-        """`reserved`: bytes that the first step will still allocate for gradients and the optimizer."""
-        self.layers, self.reserved = list(layers), reserved
-        self.bytes_for_token: float | None = None
-        self.budget = 0.0
+    def __init__(
+        self, layers: Sequence[GradientCheckpointingLayer], reserved: int, share: float, estimated: float | None = None
+    ) -> None:
+        """`reserved`: bytes that the first step will still allocate for gradients and the optimizer.
+
+        `share`: of the memory that is free at the first forward; `estimated`: bytes that a layer keeps of a token.
+        """
+        self.layers, self.reserved, self.share = list(layers), reserved, share
+        self.bytes_for_token: float | None = estimated
+        self.budget: float | None = None  # bytes, from the first forward on
 
     def choose_kept_layers(self, tokens: int) -> None:
         """Set which layers keep their activations in a forward of so many tokens, and which recompute them."""
@@ -66,16 +86,16 @@ class ActivationBudget:
         if not (torch.is_grad_enabled() and self.layers[0].training):
             return
         # Recomputing under FSDP gathers weights again, and ranks must do that equally often.
-        if device.type != "cuda" or isinstance(self.layers[0], FSDPModule):
+        if isinstance(self.layers[0], FSDPModule) or (device.type != "cuda" and self.bytes_for_token is None):
             return
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + cached  # bytes that this process can still allocate
+        free = free_memory(device)
+        if self.budget is None:
+            self.budget = self.share * (free - self.reserved)
         if self.bytes_for_token is None:
-            self.budget = KEPT_FRACTION * (free - self.reserved)
             self._measure_layer(self.layers[-1], tokens, device)
             self.apply(1)
         else:
-            budget = min(self.budget, KEPT_FRACTION * free)
+            budget = min(self.budget, self.share * free)
             self.apply(layers_that_fit(budget, self.bytes_for_token * tokens, len(self.layers)))
 
     def apply(self, count: int) -> None:
@@ -93,7 +113,7 @@ class ActivationBudget:
 
         def leave(*_: object) -> None:
             self.bytes_for_token = max(1, torch.cuda.memory_allocated(device) - before[0]) / tokens
-            count = layers_that_fit(self.budget, self.bytes_for_token * tokens, len(self.layers))
+            count = layers_that_fit(self.budget or 0.0, self.bytes_for_token * tokens, len(self.layers))
             logger.info(
                 "gradient checkpointing: rows of %d tokens keep the activations of %d of %d layers, %.1f GiB; "
                 "'gradient_checkpointing_kwargs: {every_layer: true}' recomputes all",

@@ -174,15 +174,21 @@ def _model_logps_or_scores(engine: Engine, model: nn.Module, sequence: _Sequence
     if not engine.scores:
         return _model_logps(engine, model, sequence, len(sequence.ids_N), len(sequence.source_T))
     with without_padding(engine.config):
-        scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
+        scores = _model_scores(engine, model, sequence, len(sequence.ids_N))
         if scores.ndim == 3:
             return scores[0, sequence.source_T]
         last = int(sequence.source_T.max())  # a class that pools scores a text once: the text is cut after each source
         cut = [
-            scores if at == last else model(input_ids=sequence.ids_N[None, : at + 1], use_cache=False).logits
+            scores if at == last else _model_scores(engine, model, sequence, at + 1)
             for at in sequence.source_T.tolist()
         ]
     return torch.cat(cut)
+
+
+def _model_scores(engine: Engine, model: nn.Module, sequence: _Sequence, length: int) -> Tensor:
+    """Return the scores of the first `length` tokens of a sequence, from the model's own forward."""
+    ids_1N = sequence.ids_N[None, :length]
+    return model(input_ids=ids_1N, use_cache=False, **_image_inputs(engine, sequence, ids_1N)).logits
 
 
 def _model_logps(engine: Engine, model: nn.Module, sequence: _Sequence, length: int, scored: int) -> Tensor:

@@ -53,11 +53,13 @@ class Engine:
         longest: int | None = None,
         context: ContextGroup | None = None,  # its ranks share each row of trees
         images: ImageReader | None = None,  # None: rows have no images
+        *,
+        head_chunk: int | None = None,  # most scored tokens whose logits exist at a time; None: by the device
     ) -> None:
         """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
         base = unwrap_peft(model)
         self.layout: Layout = choose_layout(base, layout, longest, reads_images=images is not None)
-        self.context, self.images = context, images
+        self.context, self.images, self.head_chunk = context, images, head_chunk
         self.replay: bool | None = None  # of the policy's forwards, see `__call__`
         if context is not None:
             require_shareable(base.config, context.size)
@@ -112,6 +114,7 @@ class Engine:
             "head": head,
             "teacher": teacher,
             "divergence": divergence,
+            "head_chunk": self.head_chunk,
             "weight_BN": batch.weight_BN if routers else None,
             "routes_NLA": None if replay is None else batch.routes_NLA,
             "replay": replay,
@@ -124,8 +127,6 @@ class Engine:
         if batch.images is None:
             return None
         assert self.images is not None, "the engine has nothing to read images with"
-        if self.scores:
-            raise UserError("score heads are trained on texts: images are read by language models only")
         device = batch.ids_BN.device
         inputs = {name: value.to(device) for name, value in self.images.inputs(batch.images.refs).items()}
         return {"inputs": inputs} | {
@@ -247,7 +248,7 @@ def _head_request(packed: dict[str, Any], transform: LogitTransform) -> HeadRequ
     teacher: Teacher | None = packed["teacher"]
     teacher_transform = teacher.transform if isinstance(teacher, TeacherStates) else None
     statistics, how = frozenset(packed["statistics"]), packed["divergence"]
-    return HeadRequest(transform, packed["temperature"], statistics, how, teacher_transform)
+    return HeadRequest(transform, packed["temperature"], statistics, how, teacher_transform, packed["head_chunk"])
 
 
 def _run_body(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:

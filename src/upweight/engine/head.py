@@ -78,7 +78,7 @@ def module_statistics(
         statistics = token_statistics(project(hidden), target, request, given)
         return tuple(statistics[name] for name in request.names)
 
-    chunks = _chunks(hidden_TD, vocabulary * (1 if teacher is None else 2), hidden_TD, target_T)
+    chunks = _chunks(request, vocabulary * (1 if teacher is None else 2), hidden_TD, target_T)
     starts = range(0, len(hidden_TD), max(1, len(chunks[0][0])))
     parts = [
         checkpoint(chunk_statistics, hidden, target, start, use_reentrant=False)
@@ -87,15 +87,16 @@ def module_statistics(
     return {name: torch.cat(column) for name, column in zip(request.names, zip(*parts, strict=True), strict=True)}
 
 
-def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+def _chunks(request: HeadRequest, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
     """Split each tensor into the same chunks of rows, such that a chunk of projections stays within its limit."""
-    return [x.split(chunk_rows(like, width)) for x in rows]
+    return [x.split(chunk_rows(rows[0], width, request.chunk_tokens)) for x in rows]
 
 
-def chunk_rows(like: Tensor, width: int) -> int:
+def chunk_rows(like: Tensor, width: int, most: int | None = None) -> int:
     """Return how many rows of so many columns a chunk on this device holds."""
     limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
     count = max(1, limit // width)
+    count = count if most is None else min(count, most)
     return max(_TOKEN_STEP, count // _TOKEN_STEP * _TOKEN_STEP) if like.is_cuda else count
 
 
@@ -115,11 +116,12 @@ class _LinearStatistics(torch.autograd.Function):
         summed = request.divergence.summed and isinstance(teacher, TeacherStates) and any(needed)
         ctx.gradients = _HeadGradients(hidden_TD, weight_VD, bias_V, needed) if summed else None
         parts: dict[str, list[Tensor]] = {}
-        budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(needed) and not summed else 0
+        keeps = any(needed) and not summed and request.chunk_tokens is None
+        budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if keeps else 0
         ctx.projected, ctx.teacher, ctx.width = [], teacher, len(weight_VD) * (1 if teacher is None else 2)
         start = 0
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for hidden, target in zip(*_chunks(hidden_TD, ctx.width, hidden_TD, target_T), strict=True):
+            for hidden, target in zip(*_chunks(request, ctx.width, hidden_TD, target_T), strict=True):
                 projected, padded = project(_pad_rows(hidden)), _pad_rows(target)
                 given = _given(teacher, start, len(hidden), len(weight_VD))
                 statistics = kernel(projected, padded, request, given)
@@ -155,7 +157,7 @@ class _LinearStatistics(torch.autograd.Function):
         start = 0
         # The forward chose the dtypes, which autocast would change.
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            for hidden, target, *rest in zip(*_chunks(hidden_TD, ctx.width, *columns), strict=True):
+            for hidden, target, *rest in zip(*_chunks(ctx.request, ctx.width, *columns), strict=True):
                 values = [_pad_rows(value) for value in rest]
                 statistics = dict(zip(ctx.kept, values, strict=False))
                 grads = dict(zip(reached, values[len(kept) :], strict=True))

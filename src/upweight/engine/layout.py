@@ -68,8 +68,8 @@ def choose_layout(
         raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
     if base.config.model_type in _ONLY_WITH_DROPOUT:
         raise UserError(
-            f"{type(base).__name__} computes gradients in training mode alone, so that nothing it learns from can be "
-            "proved: name another model, such as a Llama or Qwen"
+            f"{type(base).__name__} computes gradients only with dropout, so the first batch cannot be compared with "
+            "the model's own forward: name another model, such as a Llama or Qwen"
         )
     keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")

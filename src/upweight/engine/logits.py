@@ -35,6 +35,7 @@ class HeadRequest:
     statistics: frozenset[str] = frozenset()
     divergence: Divergence = WITHOUT_TEACHER  # from a teacher, where one is given
     teacher_transform: LogitTransform | None = None  # of its projections; None: it lists tokens
+    chunk_tokens: int | None = None  # most tokens whose logits exist at a time; None: by the device
 
     @property
     def names(self) -> tuple[str, ...]:

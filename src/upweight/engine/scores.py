@@ -44,7 +44,8 @@ def scores_at(base: PreTrainedModel, count: int, read: ReadHidden) -> Tensor:
 @contextlib.contextmanager
 def without_padding(config: PreTrainedConfig) -> Iterator[None]:
     """Treat no token as padding inside, so that classifiers score the last token, whatever it is."""
-    configs = (config, config.get_text_config())
+    # That of a vision-language model may have none beside the one of its language model.
+    configs = [part for part in (config, config.get_text_config()) if hasattr(part, "pad_token_id")]
     before = [part.pad_token_id for part in configs]
     try:
         for part in configs:

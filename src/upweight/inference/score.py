@@ -16,6 +16,7 @@ from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.view import ConfigView
 from upweight.data.encode import build_encoder
+from upweight.data.images import image_refs
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
 from upweight.engine import Engine
@@ -24,6 +25,7 @@ from upweight.errors import UserError
 from upweight.methods import KTO, PRM
 from upweight.models.adapters.merge import AdapterFolder
 from upweight.models.load import compute_dtype, load_model, load_model_config
+from upweight.models.processor import image_reader
 from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
 
@@ -42,13 +44,16 @@ class ScoreModel:
         data: DataSection | None = None,
         entry: DatasetSpec | None = None,
         chat: bool = False,
+        folder: Path | None = None,
     ) -> None:
+        """`folder`: where the paths of images in rows begin, beside the working folder."""
         assert head != "tokens", "a language model has no scores"
         self.model, self.head, self.chat = model.eval(), head, chat
-        self.engine, self.entry = Engine(model), entry or DatasetSpec()
+        self.engine, self.entry = Engine(model, images=image_reader(tokenizer)), entry or DatasetSpec()
         # An outcome reward model reads a prompt and its answer, which is what labelled rows hold.
         method = KTO() if head == "sequence_score" else PRM()
-        self.encoder = build_encoder(data or DataSection(), method, self.entry, 0, tokenizer, ConfigView({}), Path())
+        folder, data = folder or Path(), data or DataSection()
+        self.encoder = build_encoder(data, method, self.entry, 0, tokenizer, ConfigView({}), folder)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> list[list[float]]:
         """Return the scores of each row: one, or one for each step; `first` is the first row's number, for messages."""
@@ -88,7 +93,8 @@ class ScoreModel:
             (unit,) = units_of([record.columns], self.encoder.setup.method)
             return dataclasses.replace(unit, group=number)
         ids = np.asarray([*record.columns["prompt_ids"], *record.columns["completion_ids"]], np.int64)
-        return Unit((Sample(ids, np.arange(len(ids)) == len(ids) - 1),), group=number)
+        sample = Sample(ids, np.arange(len(ids)) == len(ids) - 1, images=image_refs(record.columns))
+        return Unit((sample,), group=number)
 
     def _training_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a row to the columns of training data."""
@@ -99,7 +105,10 @@ class ScoreModel:
                 steps = [step for step, _ in self.steps(completion)]
             return {"prompt": prompt, "completions": steps, "labels": [0] * len(steps or ())}
         if prompt is None and isinstance(row.get("messages"), list):
-            return {"completion": row["messages"], "label": True}
+            *before, last = row["messages"]
+            if self.engine.images is None or not before:
+                return {"completion": row["messages"], "label": True}
+            prompt, completion = before, [last]  # images are in prompts
         if isinstance(prompt, str) and isinstance(completion, str) and self.chat:
             prompt = [{"role": "user", "content": prompt}]
         return {**row, "prompt": prompt, "completion": completion, "label": True}

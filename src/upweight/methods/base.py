@@ -241,15 +241,26 @@ class Method(Section, ABC):
 class WithReference(Section):
     """The settings of a preference method that compares the policy with a reference on every completion."""
 
-    precompute_ref_log_probs: bool = setting("precompute_ref_log_probs", False, "Compute reference log-probs once.")
+    precompute_ref_log_probs: bool = setting(
+        "precompute_ref_log_probs", False, "Compute the log-probs of the reference once, before training."
+    )
     sync_ref_model: bool = setting(
         "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
     )
     ref_model_mixup_alpha: float = setting(
-        "ref_model_mixup_alpha", 0.6, "Policy's share in each sync.", also=("trl.ref_model_mixup_alpha",), ge=0, le=1
+        "ref_model_mixup_alpha",
+        0.6,
+        "Share of the policy's weights in the new reference at each update.",
+        also=("trl.ref_model_mixup_alpha",),
+        ge=0,
+        le=1,
     )
     ref_model_sync_steps: int = setting(
-        "ref_model_sync_steps", 512, "Steps between syncs of the reference.", also=("trl.ref_model_sync_steps",), ge=1
+        "ref_model_sync_steps",
+        512,
+        "Steps between two updates of the reference.",
+        also=("trl.ref_model_sync_steps",),
+        ge=1,
     )
 
     @model_validator(mode="after")

@@ -31,29 +31,42 @@ class Distill(Method):
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
     on_policy: float = setting(
-        "distill.on_policy", 1.0, "Share of rows whose completion the student samples; 0: the data's.", ge=0, le=1
+        "distill.on_policy",
+        1.0,
+        "Share of rows for which the student samples the completion; 0: all completions are the data's.",
+        ge=0,
+        le=1,
     )
-    seq_kd: bool = setting("distill.seq_kd", False, "The teacher writes the completions that the student does not.")
+    seq_kd: bool = setting(
+        "distill.seq_kd", False, "Let the teacher write the completions that the student does not sample."
+    )
     privileged_prompt: str | None = setting(
         "distill.privileged_prompt", None, "What the teacher sees as prompt: a text with {columns}, or file.function."
     )
     self_weights: Literal["initial", "live", "ema"] = setting(
         "distill.self_weights",
         "initial",
-        "With `distill.teacher: self`: weights of the start, of now, or their average.",
+        "With `distill.teacher: self`: initial weights, current ones (live), or a moving average (ema).",
     )
-    ema_rate: float = setting("distill.ema_rate", 0.05, "Policy's share in each update of the average.", gt=0, le=1)
-    ema_steps: int = setting("distill.ema_steps", 1, "Steps between two updates of the average.", ge=1)
+    ema_rate: float = setting(
+        "distill.ema_rate", 0.05, "Share of the policy's weights in each update of the moving average.", gt=0, le=1
+    )
+    ema_steps: int = setting("distill.ema_steps", 1, "Steps between two updates of the moving average.", ge=1)
     divergence: Kind = setting("distill.divergence", "reverse_kl", "What is minimised at every token.")
     beta: float = setting(
         "distill.beta", 0.5, "Teacher's share of the mixture in jsd; 0 and 1 are forward_kl and reverse_kl.", ge=0, le=1
     )
     temperature: float = setting("distill.temperature", 1.0, "Divides the logits of both models in the loss.", gt=0)
     top_k: int | None = setting(
-        "distill.top_k", None, "Tokens of the teacher that are compared; unset: the whole vocabulary.", ge=1
+        "distill.top_k",
+        None,
+        "Compare only the teacher's most likely tokens, this many. When left out: the whole vocabulary.",
+        ge=1,
     )
     tail: Tail = setting(
-        "distill.tail", "bucket", "All other tokens are one bucket, are dropped, or both sides are renormalised."
+        "distill.tail",
+        "bucket",
+        "With `distill.top_k`: all other tokens are one bucket, are dropped, or the rest is renormalised.",
     )
     coef: float = setting("distill.coef", 1.0, "Weight of the divergence.", ge=0)
     temperature_squared: bool = setting(

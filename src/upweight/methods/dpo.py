@@ -41,11 +41,21 @@ class DPO(WithReference, Method):
         LOSS, ("sigmoid",), "Losses that are added up; among them your functions.", min_length=1
     )
     method_args: dict[str, Any] = setting(OPTIONS, {}, OPTIONS_HELP)
-    loss_weights: tuple[float, ...] | None = setting("dpo_loss_weights", None, "Weight of each loss; else 1 each.")
-    label_smoothing: float = setting("dpo_label_smoothing", 0.0, "Assumed share of swapped pairs (cDPO).", ge=0, lt=0.5)
-    use_weighting: bool = setting("dpo_use_weighting", False, "Weigh pairs by how likely the policy writes them (WPO).")
+    loss_weights: tuple[float, ...] | None = setting(
+        "dpo_loss_weights", None, "Weight of each loss. When left out: 1 each."
+    )
+    label_smoothing: float = setting(
+        "dpo_label_smoothing", 0.0, "Assumed share of pairs whose chosen and rejected are swapped (cDPO).", ge=0, lt=0.5
+    )
+    use_weighting: bool = setting(
+        "dpo_use_weighting", False, "Weight pairs by their probability under the policy (WPO)."
+    )
     ld_alpha: float | None = setting(
-        "ld_alpha", None, "Weight of tokens beyond the shorter completion's length (LD-DPO); unset means 1.", ge=0, le=1
+        "ld_alpha",
+        None,
+        "Weight of tokens beyond the length of the shorter completion (LD-DPO). When left out: 1.",
+        ge=0,
+        le=1,
     )
     divergence: Divergence = setting("f_divergence_type", "reverse_kl", "Divergence that the reward is derived from.")
     divergence_alpha: float = setting("f_alpha_divergence_coef", 0.5, "Order of the alpha divergence; 1 is reverse KL.")

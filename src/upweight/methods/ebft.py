@@ -21,7 +21,10 @@ class EBFT(PolicyGradient, Method):
     lora_learning_rate: ClassVar[float | None] = None
 
     feature_layers: tuple[Annotated[float, Field(ge=0, le=1)], ...] = setting(
-        "ebft.feature_layers", (0.25, 0.5, 0.75), "Depths, as shares, of the hidden states in features.", min_length=1
+        "ebft.feature_layers",
+        (0.25, 0.5, 0.75),
+        "Layers whose hidden states make the features, as shares of the model's depth.",
+        min_length=1,
     )
     embed_method: Pooling = setting("ebft.embed_method", "last_token", "How hidden states become one feature vector.")
     use_whitening: bool = setting("ebft.use_whitening", False, "Whiten features so that no direction dominates.")
@@ -52,7 +55,7 @@ class EBFT(PolicyGradient, Method):
         "ebft.min_completion_prefix", 0, "Completion tokens before the first block (strided mode).", ge=0
     )
     baseline: Literal["rloo", "group_norm", "reinforce"] | None = setting(
-        "ebft.advantage_estimator", None, "Baseline; else rloo, or group_norm (or grpo) with `trl.scale_rewards`."
+        "ebft.advantage_estimator", None, "Baseline. When left out: rloo, or group_norm if `trl.scale_rewards` is set."
     )
 
     @field_validator("baseline", mode="before")

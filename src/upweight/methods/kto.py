@@ -27,7 +27,7 @@ class KTO(WithReference, Method):
     desirable_weight: float = setting("kto_desirable_weight", 1.0, "Weight of the desirable completions.", ge=0)
     undesirable_weight: float = setting("kto_undesirable_weight", 1.0, "Weight of the undesirable completions.", ge=0)
     loss_type: Literal["kto", "apo_zero_unpaired"] | UserFunction = setting(
-        LOSS, "kto", "Gains measured from the estimated KL (kto) or zero (apo_zero_unpaired); or your function."
+        LOSS, "kto", "Gains are measured from the estimated KL (kto) or from 0 (apo_zero_unpaired); or your function."
     )
     method_args: dict[str, Any] = setting(OPTIONS, {}, OPTIONS_HELP)
     kl: Literal["rotate", "all"] = setting(

@@ -44,31 +44,33 @@ class PolicyGradient(Section):
         "trl.mask_truncated_completions", False, "Leave completions that hit the length limit out of the loss."
     )
     beta: float = setting("trl.beta", 0.0, "Weight of the KL; 0 needs no reference model.", also=("rl_beta",), ge=0)
-    loss_type: LossType | UserFunction = setting(LOSS, "dapo", "Token loss and its average; or your function.")
+    loss_type: LossType | UserFunction = setting(LOSS, "dapo", "Loss of a token, and its average; or your function.")
     method_args: dict[str, Any] = setting(OPTIONS, {}, OPTIONS_HELP)
-    epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
-    epsilon_high: float | None = setting("trl.epsilon_high", None, "Clip above a ratio of 1; unset: epsilon.", ge=0)
-    delta: float | None = setting("trl.delta", None, "Bound of ratios at negative advantages; unset means none.", gt=0)
+    epsilon: float = setting("trl.epsilon", 0.2, "Policy ratios below 1 - epsilon are clipped.", ge=0)
+    epsilon_high: float | None = setting("trl.epsilon_high", None, "Clip ratios above 1 + this; unset: epsilon.", ge=0)
+    delta: float | None = setting("trl.delta", None, "Largest ratio at negative advantages; unset: no bound.", gt=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
-        "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
+        "trl.importance_sampling_level", "token", "Take the ratio of each token, or of the whole sequence (GSPO)."
     )
     advantage_estimator: Literal["group", "rloo"] | UserFunction = setting(
-        ESTIMATOR, "group", "Baseline: the group's mean, scaled; the others' mean, unscaled (rloo); or your function."
+        ESTIMATOR, "group", "Baseline: mean of the group; of the other completions (rloo); or your function."
     )
     scale_rewards: bool | Literal["group", "batch", "none"] = setting(
-        "trl.scale_rewards", "group", "Divide advantages by the deviation of group (true) or batch, or not (false)."
+        "trl.scale_rewards", "group", "Divide by the standard deviation of group (true) or batch, or do not (false)."
     )
-    reward_weights: tuple[float, ...] | None = setting("trl.reward_weights", None, "Weight of each reward; else 1.")
+    reward_weights: tuple[float, ...] | None = setting("trl.reward_weights", None, "Weight of each reward; unset: 1.")
     use_bias_correction_kl: bool = setting(
         "trl.use_bias_correction_kl", True, "Multiply the KL by the policy ratio, so that its gradient is unbiased."
     )
     off_policy_mask_threshold: float | None = setting(
-        "trl.off_policy_mask_threshold", None, "Drop sequences of negative advantage that got this much less likely."
+        "trl.off_policy_mask_threshold",
+        None,
+        "Drop sequences of negative advantage whose mean log-prob fell by more than this since sampling.",
     )
     teacher_kl_coef: float = setting(
         "trl.teacher_kl_coef",
         0.0,
-        "Weight of the teacher's log-prob over the sampler's in each token's advantage.",
+        "Weight of log(teacher / sampler probability) of each token, added to its advantage.",
         ge=0,
     )
     top_entropy_quantile: float = setting(
@@ -81,29 +83,39 @@ class PolicyGradient(Section):
     sapo_temperature_neg: float = setting(
         "trl.sapo_temperature_neg", 1.05, "Steepness of the sapo gate where the advantage is negative.", gt=0
     )
-    vespo_k_pos: float = setting("trl.vespo_k_pos", 2.0, "How vespo damps unlikely sequences of advantage > 0.", ge=0)
+    vespo_k_pos: float = setting("trl.vespo_k_pos", 2.0, "Exponent k of vespo's weight, advantage > 0.", ge=0)
     vespo_lambda_pos: float = setting(
-        "trl.vespo_lambda_pos", 3.0, "How fast vespo damps overlikely sequences of positive advantage.", ge=0
+        "trl.vespo_lambda_pos", 3.0, "Decay lambda of vespo's weight w^k exp(lambda (1 - w)), advantage > 0.", ge=0
     )
-    vespo_k_neg: float = setting("trl.vespo_k_neg", 3.0, "How vespo damps unlikely sequences of advantage < 0.", ge=0)
+    vespo_k_neg: float = setting("trl.vespo_k_neg", 3.0, "Exponent k of vespo's weight, advantage < 0.", ge=0)
     vespo_lambda_neg: float = setting(
-        "trl.vespo_lambda_neg", 2.0, "How fast vespo damps overlikely sequences of negative advantage.", ge=0
+        "trl.vespo_lambda_neg", 2.0, "Decay lambda of vespo's weight w^k exp(lambda (1 - w)), advantage < 0.", ge=0
     )
     sampler_correction: bool | None = setting(
-        "trl.vllm_importance_sampling_correction", None, "Weigh tokens by trainer over sampler; unset: if they differ."
+        "trl.vllm_importance_sampling_correction",
+        None,
+        "Weight tokens by the trainer's probability over the sampler's; unset: if the two differ.",
     )
     sampler_correction_mode: CorrectionMode | None = setting(
-        "trl.vllm_importance_sampling_mode", None, "Cap or drop large corrections; unset caps at the ratio's level."
+        "trl.vllm_importance_sampling_mode", None, "Cap or drop large weights; unset: cap, at the ratio's level."
     )
     sampler_correction_cap: float = setting(
-        "trl.vllm_importance_sampling_cap", 3.0, "Largest ratio.", also=("trl.vllm_importance_sampling_clip_max",), gt=0
+        "trl.vllm_importance_sampling_cap",
+        3.0,
+        "Largest weight.",
+        also=("trl.vllm_importance_sampling_clip_max",),
+        gt=0,
     )
     sampler_correction_floor: float | None = setting(
-        "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0
+        "trl.vllm_importance_sampling_clip_min", None, "Smallest weight; unset: no bound.", ge=0
     )
     sync_ref_model: bool = setting("trl.sync_ref_model", False, "Move the reference towards the policy while training.")
-    ref_model_mixup_alpha: float = setting("trl.ref_model_mixup_alpha", 0.6, "Policy's share in each sync.", ge=0, le=1)
-    ref_model_sync_steps: int = setting("trl.ref_model_sync_steps", 512, "Steps between syncs of the reference.", ge=1)
+    ref_model_mixup_alpha: float = setting(
+        "trl.ref_model_mixup_alpha", 0.6, "Policy's share in an update of it.", ge=0, le=1
+    )
+    ref_model_sync_steps: int = setting(
+        "trl.ref_model_sync_steps", 512, "Steps between updates of the reference.", ge=1
+    )
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
@@ -309,13 +321,14 @@ class PolicyGradient(Section):
 
     def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the importance weight of each token for the mismatch of sampler and trainer, and its metrics."""
-        if batch.sampler_logps_T is None or self.sampler_correction is False:
-            return torch.ones_like(old_T), {}
         sampled_T = is_sampled(batch)[batch.sequence_T]
+        metrics = policy_losses.gap_metrics(old_T, batch, sampled_T)
+        if batch.sampler_logps_T is None or self.sampler_correction is False:
+            return torch.ones_like(old_T), metrics
         gap_T = policy_losses.sampler_gap(old_T, batch.sampler_logps_T)
         floor, cap = self.sampler_correction_floor, self.sampler_correction_cap
         correction_T = policy_losses.sampler_correction(gap_T, batch, self.correction_mode, floor, cap)
-        return correction_T, {
+        return correction_T, metrics | {
             "sampling/sampling_logp_difference/mean": Mean.over(gap_T.abs(), sampled_T),
             "sampling/sampling_logp_difference/max": Extreme.over(gap_T.abs(), sampled_T),
             "sampling/importance_sampling_ratio/min": Extreme.over(correction_T, sampled_T, sign=-1),
@@ -363,11 +376,9 @@ class PolicyGradient(Section):
 class RewardToGo(Section):
     """The settings of a policy gradient that may credit each token with the rewards from it on."""
 
-    reward_to_go: bool = setting(
-        "trl.reward_to_go", False, "Credit each token with the rewards from it on, not with all of its completion's."
-    )
+    reward_to_go: bool = setting("trl.reward_to_go", False, "Credit each token only with the rewards at or after it.")
     gamma: float = setting(
-        "trl.gamma", 1.0, "With `trl.reward_to_go`: the factor of a reward for each token before it.", gt=0, le=1
+        "trl.gamma", 1.0, "With `trl.reward_to_go`: discount of a reward for each token before it.", gt=0, le=1
     )
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
-from upweight.methods.formulas.policy_losses import clip_metrics, clipped
+from upweight.methods.formulas.policy_losses import clip_metrics, clipped, gap_metrics
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
 from upweight.settings import same_setting, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
@@ -26,13 +26,17 @@ class RLOO(Method):
     max_completion_length: int = same_setting(PolicyGradient, "max_completion_length")
     mask_truncated_completions: bool = same_setting(PolicyGradient, "mask_truncated_completions")
     beta: float = setting(
-        "trl.beta", 0.05, "Weight of the KL, taken off rewards; 0 needs no reference model.", also=("rl_beta",), ge=0
+        "trl.beta",
+        0.05,
+        "Weight of the KL, which is subtracted from rewards; 0 needs no reference model.",
+        also=("rl_beta",),
+        ge=0,
     )
     epsilon: float = same_setting(PolicyGradient, "epsilon")
     epsilon_high: float | None = same_setting(PolicyGradient, "epsilon_high")
     reward_weights: tuple[float, ...] | None = same_setting(PolicyGradient, "reward_weights")
     reward_clip_range: tuple[float, float] | None = setting(
-        "trl.reward_clip_range", None, "Least and most that a weighted reward counts; unset means no bounds."
+        "trl.reward_clip_range", None, "Smallest and largest value of a weighted reward. When left out: no bounds."
     )
     normalize_advantages: bool = setting(
         "trl.normalize_advantages", False, "Shift and scale the advantages of a rollout to mean 0 and deviation 1."
@@ -117,6 +121,7 @@ class RLOO(Method):
         if batch.share_S is not None:
             loss_S = loss_S * batch.share_S
         metrics = clip_metrics(ratio_S, advantage_S, sampled_S, self.epsilon, high)
+        metrics |= gap_metrics(old_T, batch, sampled_T)
         metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
         if self.beta:
             metrics["kl"] = Mean.over(old_T - required(out.ref_logps_T), sampled_T)

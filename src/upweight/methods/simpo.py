@@ -18,7 +18,9 @@ class SimPO(Method):
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
-        "cpo_loss_type", "simpo", "Margin loss: simpo and ipo compare log-probs by mean, sigmoid (CPO), hinge by sum."
+        "cpo_loss_type",
+        "simpo",
+        "Margin loss; simpo and ipo compare mean log-probs, sigmoid (CPO) and hinge their sums.",
     )
     beta: float = setting("rl_beta", 0.1, "Scale of the log-probs that are compared.", also=("trl.beta",), gt=0)
     nll_weight: float = setting("cpo_alpha", 1.0, "Weight of the likelihood term; 0 is SimPO as published.", ge=0)
@@ -26,7 +28,9 @@ class SimPO(Method):
     alpha: float = setting(
         "trl.alpha", 0.0, "Order of AlphaPO's reward (arXiv:2501.03884), (1 - p^-alpha) / alpha; 0 is the log-prob."
     )
-    label_smoothing: float = setting("cpo_label_smoothing", 0.0, "Assumed share of swapped pairs.", ge=0, lt=0.5)
+    label_smoothing: float = setting(
+        "cpo_label_smoothing", 0.0, "Assumed share of pairs whose chosen and rejected are swapped.", ge=0, lt=0.5
+    )
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return pair_counts(batch, likelihood=True)

@@ -26,6 +26,7 @@ from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.patches import keep_soft_cap
+from upweight.models.score_heads import add_score_class
 from upweight.models.vision import require_family, vision_family
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
@@ -265,6 +266,8 @@ def hub_options(section: ModelSection) -> dict[str, Any]:
 def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | None = None) -> Any:
     """Return the transformers class that loads the model with this head."""
     reads_images = config is not None and vision_family(config) is not None and head == "tokens"
+    if config is not None and head == "sequence_score":
+        add_score_class(config)
     name = section.model_class or ("AutoModelForImageTextToText" if reads_images else AUTO_CLASSES[head])
     chosen = getattr(transformers, name, None)
     if chosen is None:

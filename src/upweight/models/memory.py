@@ -1,9 +1,10 @@
-"""Estimate the GPU memory of training from the shapes of a model, without loading it."""
+"""Memory of training: what a device has, what each part may take of it, and what a model's shape needs."""
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -21,12 +22,34 @@ USUAL_OPTIMIZER = "adamw"  # two moments in float32
 TrainedWeights = Literal["all", "lora", "qlora"]
 QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
 HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
+# Of the memory that is free once the weights are loaded: the activations of one forward, which fix its tokens; keys and
+# values of sampling in this process, at each rollout; activations that need not be recomputed, at the first step.
+FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
+LAYERS_IN_FLIGHT = 2  # inputs of layers that are on the device while the others are in host memory
 MIN_TOKEN_BUDGET = 256  # below which a step that ran out of memory is not tried again
 LESS_MEMORY = (  # remedies, the cheapest first
     "'gradient_checkpointing: true'; 'activation_offloading: true'; a shorter 'sequence_len' or "
     "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
     "GPUs; `upweight fits CONFIG` estimates each"
 )
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a run does to need less memory, at the cost of time."""
+
+    recompute: bool = False  # every layer's activations, in the backward
+    offload_activations: bool = False  # what is saved for the backward is in host memory
+    offload_reference: bool = False  # so are the reference and teachers, while they are not used
+    head_chunk: int | None = None  # scored tokens whose logits exist at a time; None: as many as HEAD_CHUNK holds
+
+    @classmethod
+    def of(cls, config: Config) -> "Savings":
+        """Return those that a config asks for."""
+        optim = config.optim
+        # With `keep` a layer is recomputed where its activations do not fit, so they need not.
+        offload = optim.activation_offloading, optim.reference_offloading
+        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk)
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,22 @@ class Shape:
     largest: int  # numbers in its largest weight
     linear: dict[str, int]  # inputs plus outputs, summed over the linear layers of a name
     linear_parameters: int
-    activation_bytes: dict[bool, int]  # of a token, by whether layers are recomputed
+    layers: int
+    input_bytes: int  # of a token, for one layer
+    layer_bytes: int  # of a token: all that one layer keeps for its backward
+    vocabulary: int
+
+    def token_bytes(self, savings: Savings) -> int:
+        """Return the bytes that a token's activations take at the peak of a step."""
+        if not savings.recompute:
+            return self.layers * self.layer_bytes
+        saved = LAYERS_IN_FLIGHT if savings.offload_activations else self.layers
+        return saved * self.input_bytes + self.layer_bytes
+
+    def head_bytes(self, savings: Savings) -> int:
+        """Return the bytes of the projections of one chunk and their gradients."""
+        rows = savings.head_chunk
+        return HEAD_CHUNK if rows is None else min(HEAD_CHUNK, rows * self.vocabulary * 2 * SINGLE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -68,18 +106,23 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
             inside += weight.numel()
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
-    by_token = {again: activation_bytes(text, checkpointing=again) for again in (False, True)}
-    return Shape(sum(sizes), max(sizes), linear, inside, by_token)
+    inputs = HALF_BYTES * text.hidden_size
+    counts = sum(sizes), max(sizes), dict(linear), inside
+    return Shape(*counts, text.num_hidden_layers, inputs, layer_bytes(text), getattr(text, "vocab_size", 0))
+
+
+def layer_bytes(config: PreTrainedConfig) -> int:
+    """Return the bytes of a token that one layer keeps for its backward, in half precision."""
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if chosen := getattr(config, "num_experts_per_tok", None):  # each has its copy of the token, before and after
+        wide = chosen * (getattr(config, "moe_intermediate_size", None) or wide) + chosen * 2 * config.hidden_size // 3
+    return HALF_BYTES * (20 * config.hidden_size + 6 * wide)
 
 
 def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
     """Return the bytes of a token's activations in half precision; with checkpointing, one layer's and all inputs."""
-    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if chosen := getattr(config, "num_experts_per_tok", None):  # each has its copy of the token, before and after
-        wide = chosen * (getattr(config, "moe_intermediate_size", None) or wide) + chosen * 2 * config.hidden_size // 3
-    per_layer = HALF_BYTES * (20 * config.hidden_size + 6 * wide)
-    layers = config.num_hidden_layers
-    return HALF_BYTES * layers * config.hidden_size + per_layer if checkpointing else layers * per_layer
+    layers, kept = config.num_hidden_layers, layer_bytes(config)
+    return HALF_BYTES * layers * config.hidden_size + kept if checkpointing else layers * kept
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
@@ -132,30 +175,50 @@ def estimate(
     *,
     optimizer: str,
     reference: bool,
-    checkpointing: bool,
     tokens: int,
+    savings: Savings,
     teachers: float = 0.0,
-    offload: bool = False,
 ) -> Memory:
     """Return the peak memory of a step with one forward of `tokens`, computing in half precision.
 
-    `teachers`: bytes of their weights; with `offload` they are on the device before activations are.
+    `teachers`: bytes of their weights; when offloaded they are on the device before activations are.
     """
     packed = adapter if adapter.load_in_8bit else AdapterSection(load_in_4bit=True)
     weights = weight_bytes(shape, packed if trained == "qlora" else None)
     count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
     # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.
     training = count * (SINGLE_BYTES + training_bytes(optimizer) + (0 if trained == "all" else HALF_BYTES))
+    beside = teachers
     if trained == "all":
-        training += 3 * SINGLE_BYTES * shape.largest + (HALF_BYTES * shape.parameters if reference else 0)
-    activations = max(tokens * shape.activation_bytes[checkpointing], HEAD_CHUNK, teachers if offload else 0.0)
-    return Memory(weights, training + (0.0 if offload else teachers), activations)
+        training += 3 * SINGLE_BYTES * shape.largest
+        beside += HALF_BYTES * shape.parameters if reference else 0
+    away = savings.offload_reference
+    activations = max(tokens * shape.token_bytes(savings), shape.head_bytes(savings), beside if away else 0.0)
+    return Memory(weights, training + (0.0 if away else beside), activations)
 
 
-def longest(shape: Shape, memory: Memory, card: float, *, checkpointing: bool, sequences: int) -> int:
+def longest(shape: Shape, memory: Memory, card: float, *, savings: Savings, sequences: int = 1) -> int:
     """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
     free = USABLE_SHARE * card - memory.weights - memory.training
-    return max(int(free / shape.activation_bytes[checkpointing] / sequences), 0) if free > HEAD_CHUNK else 0
+    return max(int(free / shape.token_bytes(savings) / sequences), 0) if free > shape.head_bytes(savings) else 0
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a device, those that it holds unused included."""
+    if device.type == "cuda":
+        held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        # A limit of this process alone (`set_per_process_memory_fraction`) is not in what the driver says is free.
+        return min(torch.cuda.mem_get_info(device)[0] + held - used, total_memory(device) - used)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return psutil.virtual_memory().available
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of a device that this process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device))
+    return torch.mps.recommended_max_memory() if device.type == "mps" else psutil.virtual_memory().total
 
 
 def out_of_memory(where: str, budget: int) -> str:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from upweight.config import Config
@@ -12,10 +11,13 @@ from upweight.models.memory import (
     HEAD_CHUNK,
     USABLE_SHARE,
     Memory,
+    Savings,
     estimate,
+    free_memory,
     keeps_start,
     shape_of,
     teacher_bytes,
+    total_memory,
 )
 
 
@@ -51,16 +53,15 @@ def plan_memory(config: Config) -> MemoryPlan:
         config.adapter,
         optimizer=config.optim.optimizer,
         reference=keeps_start(config),
-        checkpointing=config.optim.gradient_checkpointing,
         tokens=tokens,
+        savings=Savings.of(config),
         teachers=teacher_bytes(config),
-        offload=config.optim.reference_offloading,
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value
     shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
     activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
-    available = USABLE_SHARE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
+    available = USABLE_SHARE * total_memory(device) if on_gpu else free_memory(device)
     shared = Memory(need.weights * width / shards, need.training / shards, activations)
     return MemoryPlan(shared, available, "the GPU" if on_gpu else "this machine")

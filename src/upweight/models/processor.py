@@ -25,8 +25,9 @@ from upweight.types import ImageRef
 
 _ATTRIBUTE = "upweight_images"  # of a tokenizer
 PIXEL_CACHE_BYTES = 1 << 28
+CACHED_SIZES = 4096
 PROCESSOR_FILE = "processor_config.json"
-MISSING_PILLOW = "Pillow is not installed: pip install 'upweight[vision]'"
+MISSING_PILLOW = "Pillow is not installed: pip install pillow"
 
 
 class Expansion(NamedTuple):
@@ -48,6 +49,7 @@ class ImageReader:
         self.placeholder: str = processor.image_token  # which a chat template writes once for an image
         self.settings = hashlib.sha256(processor.image_processor.to_json_string().encode()).hexdigest()[:16]
         self.expansion = lru_cache(maxsize=4096)(self._expansion)
+        self._sizes: OrderedDict[str, tuple[int, int]] = OrderedDict()  # rows of a group have the same images
         self._pixels: OrderedDict[str, Inputs] = OrderedDict()
         self._bytes = 0
 
@@ -55,7 +57,8 @@ class ImageReader:
         return {name: vars(self)[name] for name in ("processor", "family", "token_id", "placeholder", "settings")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, expansion=lru_cache(maxsize=4096)(self._expansion), _pixels=OrderedDict(), _bytes=0)
+        vars(self).update(state, expansion=lru_cache(maxsize=4096)(self._expansion), _bytes=0)
+        self._sizes, self._pixels = OrderedDict(), OrderedDict()
 
     def digest(self, content: bytes) -> str:
         """Return the identity of an image: of its bytes and of how they are processed."""
@@ -63,9 +66,13 @@ class ImageReader:
 
     def refer(self, content: bytes, path: str) -> tuple[ImageRef, Expansion]:
         """Return the reference to an image and what stands for it in a text; raise a ValueError if it is broken."""
-        width, height = open_image(content).size
-        expansion = self.expansion(width, height)
-        return ImageRef(self.digest(content), path, expansion.tokens, self.token_id, expansion.grid), expansion
+        digest = self.digest(content)
+        if digest not in self._sizes:
+            self._sizes[digest] = open_image(content).size
+            if len(self._sizes) > CACHED_SIZES:
+                self._sizes.popitem(last=False)
+        expansion = self.expansion(*self._sizes[digest])
+        return ImageRef(digest, path, expansion.tokens, self.token_id, expansion.grid), expansion
 
     def _expansion(self, width: int, height: int) -> Expansion:
         from PIL import Image

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from upweight.errors import UserError
+from upweight.models.modules import backbone_of
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,13 @@ def vision_family(config: PreTrainedConfig) -> VisionFamily | None:
 
 def require_family(config: PreTrainedConfig, source: str) -> None:
     """Raise for a model that reads more than text in a way that is not known."""
-    modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
-    if not modalities or (modalities == ["vision"] and config.model_type in FAMILIES):
+    inputs = {"vision_config": "images", "audio_config": "audio"}
+    reads = [name for part, name in inputs.items() if getattr(config, part, None) is not None]
+    if not reads or (reads == ["images"] and config.model_type in FAMILIES):
         return
     raise UserError(
-        f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model of a kind that is not "
-        f"trained: name its text-only variant, or a model of one of these types: {', '.join(FAMILIES)}"
+        f"base_model: {source!r} ({config.model_type}) reads {' and '.join(reads)}, which Upweight cannot train for "
+        f"this type: name its text-only variant, or a model of one of these types: {', '.join(FAMILIES)}"
     )
 
 
@@ -87,7 +89,8 @@ def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 def image_features(base: PreTrainedModel, inputs: Inputs) -> ImageFeatures:
     """Run the vision tower; return the features of its images in the order of their placeholder tokens."""
-    out: Any = base.get_image_features(**inputs, return_dict=True)  # pyright: ignore[reportCallIssue]
+    body: Any = backbone_of(base)  # a classifier itself has no features of images
+    out: Any = body.get_image_features(**inputs, return_dict=True)
     layers = getattr(out, "deepstack_features", None) or ()
     return ImageFeatures(_flat(out.pooler_output), tuple(_flat(features) for features in layers))
 

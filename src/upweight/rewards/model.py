@@ -1,6 +1,8 @@
 """Reward models as rewards: the score of a conversation, or of the steps of a completion, each or the lowest."""
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,16 +11,19 @@ from typing import Any
 import torch
 import yaml
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, ProcessorMixin
 
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
+from upweight.data.images import GENERIC
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import warn_once
 from upweight.models.load import load_failures, resolve_source
 from upweight.models.patches import keep_soft_cap
+from upweight.models.processor import attach_processor, image_reader, with_processor
+from upweight.models.score_heads import add_score_class
 from upweight.rewards.parts import CHARACTERS
 from upweight.rewards.reward import Reward, parameters_of
 from upweight.types import Credit
@@ -113,8 +118,14 @@ def model_reward(
             raise UserError(f"{key}: a model built in code needs its tokenizer: pass (model, tokenizer).")
         with load_failures(key, source, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = with_processor(tokenizer, ModelSection(base_model=source))
     name = name or Path(source).name or type(model).__name__
-    function = ModelReward(model, tokenizer, name, options.template_timeout, strips_space=strips_space)
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = attach_processor(tokenizer, config)
+    if image_reader(tokenizer) is not None:
+        function: Any = partial(image_scores, ScoreModel(model, tokenizer, "sequence_score"))
+    else:
+        function = ModelReward(model, tokenizer, name, options.template_timeout, strips_space=strips_space)
     return Reward(name, function, parameters_of(function, name, key), has_timeout=False)
 
 
@@ -135,6 +146,7 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
     if adapter and (task := adapter.get("task_type")) != "SEQ_CLS":
         raise UserError(f"{key}: the adapter in {source!r} is for {task}, not for a reward model (SEQ_CLS).")
     with load_failures(key, base, "base model of the reward model" if adapter else "reward model"):
+        add_score_class(AutoConfig.from_pretrained(base, trust_remote_code=remote))
         model, report = AutoModelForSequenceClassification.from_pretrained(
             base, num_labels=1, dtype=options.dtype, trust_remote_code=remote, output_loading_info=True
         )
@@ -147,10 +159,38 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
         raise UserError(f"{key}: {source!r} is no reward model: {problem}. Train one with `reward_model: true`.")
     with load_failures(key, source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=remote)
+        tokenizer = with_processor(tokenizer, ModelSection(base_model=base, trust_remote_code=remote), folder)
     model = model.to(options.device).requires_grad_(False)
     # Upweight trains reward models on conversations without white space after their last turn.
     strips_space = trained.get("reward_model") is True
     return model_reward(model, tokenizer, options, key, folder.name, strips_space=strips_space)
+
+
+def image_scores(
+    model: ScoreModel, prompts: list[Any], completions: list[Any], images: list[list[Any]] | None = None
+) -> list[float]:
+    """Return one score for each completion; an image is encoded once for all completions of its prompt."""
+    reader = model.engine.images
+    assert reader is not None
+    texts = (GENERIC, reader.placeholder, model.encoder.setup.tokens.tokenizer.convert_ids_to_tokens(reader.token_id))
+    rows = [
+        {"prompt": prompt, "completion": _without(texts, completion)}
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    for row, of_prompt in zip(rows, images or (), strict=False):
+        row["images"] = [getattr(image, "filename", None) or image for image in of_prompt]
+    return [score for (score,) in model(rows)]
+
+
+def _without(texts: Sequence[str], completion: Any) -> Any:
+    """Return a completion, text or messages, without texts that would be read as images that are not there."""
+    if isinstance(completion, str):
+        return re.sub("|".join(map(re.escape, texts)), "", completion)
+    if isinstance(completion, list):
+        return [_without(texts, part) for part in completion]
+    if isinstance(completion, dict):
+        return {name: _without(texts, value) for name, value in completion.items()}
+    return completion
 
 
 def is_process_model(source: str) -> bool:

@@ -50,6 +50,7 @@ class Rule:
     remedy: str
     after: int = 0  # first step that counts
     averaged: bool = False  # the mean over the steps counts, for metrics that jump about
+    from_start: bool = False  # it has to hold in every step since the first, at least `steps` of them
     hidden_by: Sequence[str] = ()  # verdicts that are more specific
 
     @cached_property
@@ -57,6 +58,11 @@ class Rule:
         """The comparisons of `when`."""
         parts = [sign.split() for sign in self.when.split(" and ")]
         return [Sign(metric, WORDS[relation], float(threshold)) for metric, relation, threshold in parts]
+
+    @property
+    def min_rows(self) -> int:
+        """Return how many logs the rule needs; one that looks back to the first step can read it off a mean."""
+        return 1 if self.from_start else min(MIN_ROWS, self.steps)
 
 
 _TABLES: dict[str, Any] = packaged_yaml(Path(__file__).with_name("health_rules.yaml"))
@@ -136,7 +142,7 @@ class Health:
             if not all(_matching_metrics(sign.metric, last) for sign in rule.signs):
                 continue  # not measured here, or only by evaluations, which come when they come
             needed = rule.after + rule.steps
-            if last["step"] >= needed and len(self.rows[False]) >= min(MIN_ROWS, rule.steps):
+            if last["step"] >= needed and len(self.rows[False]) >= rule.min_rows:
                 judged.add(rule.name)
             else:
                 waiting.setdefault(rule.name, Waiting(rule.name, rule.level, needed))
@@ -164,10 +170,12 @@ class Health:
 
     def _verdicts(self, rule: Rule, row: MetricsRow, rows: deque[MetricsRow]) -> Iterable[Verdict]:
         first, *others = rule.signs
-        metrics, step, min_rows = _matching_metrics(first.metric, row), row["step"], min(MIN_ROWS, rule.steps)
+        metrics, step, min_rows = _matching_metrics(first.metric, row), row["step"], rule.min_rows
         if not metrics or step - rule.after < rule.steps or len(rows) < min_rows:
             return
-        window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
+        if rule.from_start and rows[0] is not self.start[0]:
+            return
+        window = list(takewhile(lambda known: rule.from_start or known["step"] > step - rule.steps, reversed(rows)))
         window = window if len(window) >= min_rows else list(islice(reversed(rows), min_rows))
         value_of = partial(self._value_if_held, window=window, averaged=rule.averaged)
         before, _, after = first.metric.partition("*")
@@ -177,7 +185,7 @@ class Health:
             needed = [(sign, _matching_metrics(sign.metric.replace("*", same), row)) for sign in others]
             held = (any(value_of(name, sign) is not None for name in names) for sign, names in needed)
             if value is not None and all(held):
-                covered = max(rule.steps, step - window[-1]["step"] + 1)
+                covered = step if rule.from_start else max(rule.steps, step - window[-1]["step"] + 1)
                 evidence = (step, metric, value, first.relation, first.threshold, covered)
                 yield Verdict(rule.name, rule.level, *evidence, rule.meaning, rule.remedy)
 

@@ -13,6 +13,7 @@ from upweight.engine import Engine
 from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.memory import SAMPLER_SHARE, free_memory
 from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
@@ -230,9 +231,7 @@ class InProcess:
             return self._cache_bytes
         if self._device.type != "cuda":
             return _CACHE_ON_CPU
-        free, _ = torch.cuda.mem_get_info(self._device)
-        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return (free + idle + self._sampler.bytes()) // 2
+        return int(SAMPLER_SHARE * (free_memory(self._device) + self._sampler.bytes()))
 
 
 def _uniform_numbers(prompts: int, count: int, sampling: Sampling) -> Tensor:

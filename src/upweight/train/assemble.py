@@ -14,7 +14,8 @@ from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin, TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
-from upweight.config.rules.feeds import PRECOMPUTED_STREAM
+from upweight.config.rules.feeds import PRECOMPUTED_STREAM, UNKNOWN_LENGTH
+from upweight.config.sections.training import OptimSection
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
 from upweight.data.stream.ahead import EncodePool
 from upweight.data.stream.build import build_feed, is_fed, script_feed, script_stream, streamed_evaluation
@@ -79,15 +80,14 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_seed(config.optim.seed)
     tokenizer = _load_tokenizer(config, objects)
     data = _prepare_data(config, objects, tokenizer)
-    if isinstance(data.train, RowFeed):
-        refuse_dispatch(objects.arguments)
+    first = _first_row(data.train, objects)
     env_setup = environment_setup(config, objects)
-    first = data.train.first() if isinstance(data.train, RowFeed) else data.train[0]
     rewards = build_rewards(config, device, list(first), env_setup, objects) if config.method.online else []
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    _check_images(config, model, tokenizer, first, ranks.num_processes, sharding, acts=env_setup is not None)
+    reads, acts = image_reader(tokenizer) is not None and "images" in first, env_setup is not None
+    optim = _with_images(config, model, ranks.num_processes, sharding, acts=acts) if reads else config.optim
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -105,7 +105,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         device,
         longest=_longest(config, data.train, eval_sets) + (online.max_completion_length if online else 0),
         tokenizer=tokenizer,
-        optim=config.optim,
+        optim=optim,
         section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
         load_teachers=loader if config.method.needs_teacher else None,
@@ -130,19 +130,18 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
 
 
-def _check_images(  # noqa: PLR0917
-    config: Config,
-    model: Model,
-    tokenizer: Tokenizer,
-    row: Mapping[str, Any],
-    ranks: int,
-    sharding: Sharding,
-    *,
-    acts: bool,
-) -> None:
-    """Raise for settings that do not go with images, if the rows have any."""
-    if image_reader(tokenizer) is not None and "images" in row:
-        refuse_with_images(config, model, ranks, sharding, acts=acts)
+def _first_row(train: Dataset | RowFeed, objects: Objects) -> Mapping[str, Any]:
+    """Return the first training row; raise for arguments that a feed cannot be read with."""
+    if isinstance(train, RowFeed):
+        refuse_dispatch(objects.arguments)
+        return train.first()
+    return train[0]
+
+
+def _with_images(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> OptimSection:
+    """Return the settings for rows with images; raise for those that do not go with them."""
+    refuse_with_images(config, model, ranks, sharding, acts=acts)
+    return config.optim.model_copy(update={"activation_offloading": False})  # `memory` may have set it
 
 
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:
@@ -275,8 +274,7 @@ def _steps_per_epoch(config: Config, train: Dataset | RowFeed, ranks: int) -> in
     rows = train.epoch_rows if isinstance(train, RowFeed) else len(train)
     if rows is None:
         if not config.optim.max_steps:
-            problem = "needed to train on a stream, whose length is not known"
-            raise UserError(f"max_steps: {problem}. Set how many optimizer steps to train.")
+            raise UserError(UNKNOWN_LENGTH)
         return config.optim.max_steps
     if config.method.online:
         return build_plan(config, ranks).steps_per_epoch(rows)

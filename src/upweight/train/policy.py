@@ -25,7 +25,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
-from upweight.models.memory import activation_bytes, training_bytes
+from upweight.models.memory import FORWARD_SHARE, activation_bytes, free_memory, training_bytes
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
@@ -42,7 +42,6 @@ from upweight.train.reference import LoadModel, Precompute
 LoadTeachers = Callable[[nn.Module, Engine, Callable[[nn.Module], Engine]], Teachers]
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
-FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,9 @@ def make_policy(
         nn.Module.to(model, device)
     copies = set_up_precision(model, dtype, sharding=sharding, pure=section.pure_bf16)
     images = image_reader(tokenizer)
-    attach_engine = partial(Engine, layout=section.layout, longest=longest, context=context, images=images)
+    attach_engine = partial(
+        Engine, layout=section.layout, longest=longest, context=context, images=images, head_chunk=optim.head_chunk
+    )
     engine = attach_engine(model)
     precomputed, load = method.precomputes_reference, None
     if separate_reference is not None:
@@ -193,9 +194,9 @@ def make_policy(
         offload_activations(model)
     if optim.gradient_checkpointing:
         reentrant, every_layer = (bool(optim.checkpointing_args.get(key)) for key in ("use_reentrant", "every_layer"))
-        enable_checkpointing(model, reentrant, every_layer, optim.optimizer)
+        enable_checkpointing(model, reentrant, every_layer, optim.optimizer, optim.checkpointing_args.get("keep"))
     text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
-    by_memory = token_budget(text, device, checkpointing=optim.gradient_checkpointing, reserved=reserved)
+    by_memory = token_budget(text, device, optim, reserved=reserved)
     budget = optim.token_budget or by_memory * (1 if context is None else context.size)
     precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
     references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
@@ -222,12 +223,14 @@ def _load_separate(load: LoadModel, device: torch.device, attach_engine: Callabl
     return model
 
 
-def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointing: bool, reserved: int) -> int:
+def token_budget(config: PreTrainedConfig, device: torch.device, optim: OptimSection, *, reserved: int) -> int:
     """Return how many tokens' activations fit into the device's free memory minus `reserved` bytes."""
     if device.type != "cuda":
         return CPU_TOKEN_BUDGET
-    free = torch.cuda.mem_get_info(device)[0] - reserved
-    tokens = int(FREE_SHARE * free / activation_bytes(config, checkpointing=checkpointing))
+    free = free_memory(device) - reserved
+    keep = optim.checkpointing_args.get("keep")  # rows are then as large as all their activations fit
+    share, checkpointing = (FORWARD_SHARE, optim.gradient_checkpointing) if keep is None else (keep, False)
+    tokens = int(share * free / activation_bytes(config, checkpointing=checkpointing))
     return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)
 
 
@@ -265,7 +268,7 @@ def _image_problems(config: Config, model: Model, ranks: int, sharding: Sharding
         yield "context_parallel_size: rows with images are not shared by ranks; set it to 1."
     if config.optim.neftune_alpha is not None:
         yield "neftune_noise_alpha: noise is not added to rows with images; leave it out."
-    if config.optim.activation_offloading:
+    if config.optim.activation_offloading and config.optim.memory != "lean":  # which leaves it out for them
         yield "activation_offloading: it does not cover rows with images; leave it out."
     if config.method.online and config.rollout.use_vllm:
         yield "trl.use_vllm: images are not sent to vLLM yet; leave it out to sample in this process."

@@ -93,7 +93,7 @@ class StepRunner:
                 if self.balance is not None:
                     loss = loss + self.balance.row_loss(out) * self.accelerator.num_processes
                 self.accelerator.backward(loss)
-            metered += [metrics, replay_metrics(out, row.batch)]
+            metered += [metrics, replay_metrics(out)]
             total += loss.detach() / self.packer.context_size
             if sources is not None and len(self.sources) > 1 and row.unit_numbers:
                 names = {number: self.sources[sources[number]] for number in row.unit_numbers}

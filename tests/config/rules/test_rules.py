@@ -54,6 +54,7 @@ BROKEN = {
     "datasets[0].split: a stream": {**STREAM, "datasets": [{"path": "d", "split": "train[:5%]"}]},
     "val_set_size: a share of a stream": {**STREAM, "val_set_size": 0.1},
     "val_set_size: takes the first": {**STREAM, "val_set_size": 5, "datasets": [{"path": "d"}, {"path": "e"}]},
+    "max_steps: needed to train on a stream": {**WHOLE, "streaming": True, "datasets": [{"path": "d/*.jsonl.gz"}]},
     "curriculum_column: a stream": {**STREAM, "curriculum_column": "c"},
     "dataset_shard_num: a stream": {**STREAM, "dataset_shard_num": 2},
     "max_prompt_length: missing. The longest prompt of a stream": {
@@ -207,6 +208,10 @@ BROKEN = {
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
     "gradient_checkpointing_kwargs: only": {**WHOLE, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+    "gradient_checkpointing_kwargs: 'keep' is a share": {**WHOLE, "gradient_checkpointing_kwargs": {"keep": 1}},
+    "gradient_checkpointing_kwargs: 'every_layer' keeps": {
+        **WHOLE, "gradient_checkpointing_kwargs": {"keep": 0.5, "every_layer": True}
+    },
     "optim_target_modules: galore_adamw needs": {**WHOLE, "optimizer": "galore_adamw"},
     "optimizer: apollo_adamw projects": {
         **WHOLE, **LORA, "optimizer": "apollo_adamw", "optim_target_modules": "all-linear",
@@ -322,6 +327,7 @@ ODD = {
     "trl.top_p, trl.top_k": {**GRPO, "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "top_p": 0.9}},
     "bfloat16: weights are trained": {**WHOLE, "bfloat16": True},
     "trl.vllm_sync_interval: no effect on training": {**GRPO, "trl": {**GRPO["trl"], "vllm_sync_interval": 2}},
+    "learning_rate: 0.1 is far above": {**WHOLE, "learning_rate": 0.1},
     "ebft.stride: no effect": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
     "ebft.diversity_coef: whit": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
 }
@@ -366,6 +372,22 @@ def test_plain_configs_have_nothing_to_say(content):
     assert notices(content) == ()
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({**GRPO, "learning_rate": 0.1}, "1e-7 to 1e-5 is usual for grpo where all weights train; try"),
+        ({**GRPO, **LORA, "learning_rate": 0.1}, "1e-6 to 1e-4 is usual for grpo with 'adapter: lora'; try"),
+        ({**WHOLE, "learning_rate": 1e-9}, "far below what is usual and hardly moves a model"),
+        ({**WHOLE, **LORA, "learning_rate": 1e-3}, None),
+        ({**GRPO, **LORA, "learning_rate": 1e-4}, None),
+        ({**WHOLE, "learning_rate": 0.1, "optimizer": "sgd"}, None),
+    ],
+)
+def test_learning_rates_far_from_the_usual_are_named_with_the_range(content, said):
+    found = notices(content)
+    assert found == () if said is None else said in found[0]
+
+
 @pytest.mark.parametrize("keys", keys.EXCLUSIVE, ids=" ".join)
 def test_exclusive_keys(keys):
     values = {"rl": "dpo", "fsdp": ["full_shard"], "deepspeed": "x.json", "test_datasets": [{"path": "d"}]}
@@ -380,6 +402,31 @@ def test_exclusive_keys(keys):
             content[key] = value
     with pytest.raises(UserError, match=f"cannot be used with '{keys[0]}'"):
         parse_config(content, folder=Path())
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"path": "d.jsonl"},
+        {"path": "d", "ds_type": "json"},
+        {"path": "https://host/d.parquet"},
+        {"data_files": ["a.parquet", "b.csv"]},
+        {"path": "d.arrow", "streaming": True},
+    ],
+)
+def test_a_stream_whose_files_do_not_say_their_length_needs_steps(entry):
+    content = {**WHOLE, "streaming": True, "datasets": [entry]}
+    assert error(content) == feeds.UNKNOWN_LENGTH
+    parse_config({**content, "max_steps": 3}, folder=Path())
+    parse_config({**content, "datasets": [{**entry, "max_samples": 9}]}, folder=Path())
+    parse_config(content, folder=Path(), fragment=True)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"path": "d.parquet"}, {"path": "d"}, {"path": "d", "ds_type": "parquet"}, {"data_files": "d/*.parquet"}]
+)
+def test_a_stream_whose_files_may_say_their_length_needs_none(entry):
+    parse_config({**WHOLE, "streaming": True, "datasets": [entry]}, folder=Path())
 
 
 def test_groups_that_do_not_fit_are_mended_with_a_word():

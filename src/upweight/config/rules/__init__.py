@@ -8,7 +8,7 @@ from upweight.config.rules import data, distill, ebft, feeds, keys, model, rollo
 Rule = Callable[[Config], Iterator[str]]
 
 # Rules do not check these: `upweight doctor` does, and `upweight train` before it loads anything.
-NOT_VALIDATED = ("GPUs", "installed packages", "files and folders", "servers")
+NOT_VALIDATED = ("GPUs", "installed packages", "folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
     keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
@@ -22,11 +22,11 @@ ERRORS: tuple[Rule, ...] = (
     rollout.adapters_for_vllm, rollout.weight_transfer,
 )  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (
-    keys.required, data.formats_are_known, rollout.gym_is_complete, training.evaluation_is_there,
+    keys.required, data.formats_are_known, feeds.lengths, rollout.gym_is_complete, training.evaluation_is_there,
 )  # fmt: skip
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch, rollout.without_effect, model.without_effect, training.without_effect,
-    ebft.ebft_keys_without_effect, distill.without_effect,
+    training.unusual_rate, ebft.ebft_keys_without_effect, distill.without_effect,
 )  # fmt: skip
 WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, keys.switched_off, training.without_evaluation)
 

@@ -1,15 +1,23 @@
 """Rules about rows whose order is decided while they are trained on: streams and mixtures."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from upweight.config.config import Config
 from upweight.config.rules.data import entries
+from upweight.config.sections.data import DatasetSpec
 
 FED = "streams or interleaved datasets"
 PRECOMPUTED_STREAM = (
     "precompute_ref_log_probs: is not supported with IterableDataset or 'streaming', whose rows are read while "
     "training. Leave it out."
 )
+UNKNOWN_LENGTH = (
+    "max_steps: needed to train on a stream, whose length is not known. Set how many optimizer steps to train."
+)
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+COUNTED = "parquet"  # the only files that say how many rows they have before they are read
+UNCOUNTED = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".arrow"}
 
 
 def streams(config: Config) -> Iterator[str]:
@@ -47,6 +55,31 @@ def _training_streams(config: Config) -> Iterator[str]:
     colocated = config.method.online and rollout.use_vllm and rollout.vllm_mode == "colocate"
     if colocated and not (data.max_prompt_length or rollout.colocate_length):
         yield "max_prompt_length: missing. The longest prompt of a stream is not known before it is read."
+
+
+def lengths(config: Config) -> Iterator[str]:
+    """Check that a run on streams has an end: a number of steps, or of rows that is known before they are read."""
+    if any(_is_uncounted(row) for row in without_end(config)):
+        yield UNKNOWN_LENGTH
+
+
+def without_end(config: Config) -> list[DatasetSpec]:
+    """Return the streams that no key ends; their files may still say how many rows they have."""
+    return [row for row in config.data.datasets if row.streaming and not (config.optim.max_steps or row.max_samples)]
+
+
+def _is_uncounted(row: DatasetSpec) -> bool:
+    """Return whether a stream's files, by their names alone, do not say how many rows they have."""
+    files = [row.data_files] if isinstance(row.data_files, str) else row.data_files or []
+    if row.ds_type is not None:
+        return row.ds_type != COUNTED
+    return "://" in (row.path or "") or any(suffix(name) in UNCOUNTED for name in (row.path or "", *files))
+
+
+def suffix(name: str) -> str:
+    """Return the part of a file's name that says its type: `.jsonl` of `rows.jsonl.gz`."""
+    path = Path(name)
+    return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
 def weights(config: Config) -> Iterator[str]:

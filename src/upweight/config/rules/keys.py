@@ -34,6 +34,7 @@ SWITCHES: tuple[tuple[str, str, Callable[[Config], Any]], ...] = (
     (COLOCATE, "trl.vllm_mode: colocate", lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "colocate"),
     (SERVER, "trl.vllm_mode: server", lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "server"),
     ("trl.prefetch_depth trl.max_staleness", "trl.async_prefetch: true", lambda c: c.rollout.async_prefetch),
+    ("trl.release_sampler", "trl.use_vllm: false", lambda c: c.rollout.backend == IN_PROCESS),
     ("trl.rollout_backend_kwargs", "trl.rollout_backend", lambda c: c.rollout.backend != IN_PROCESS),
     ("trl.streaming_min_groups", "trl.streaming_partial_batch: true", lambda c: c.rollout.streaming),
     ("trl.replay_recompute_* trl.replay_max_age", "trl.replay_buffer_size' above '0", lambda c: c.rollout.replay_size),

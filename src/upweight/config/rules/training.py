@@ -23,6 +23,7 @@ PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
 )  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"  # kinds of values in SCHEDULE_ARGS
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+FAR = 10  # times beyond the usual learning rates: there a model is ruined, or does not move
 
 
 def optimisation(config: Config) -> Iterator[str]:
@@ -35,8 +36,7 @@ def optimisation(config: Config) -> Iterator[str]:
             yield f"{key}: a share below 1, or a whole number of steps, not {value:g}."
     if config.optim.torch_compile:
         yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
-    if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
-        yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
+    yield from _checkpointing(config.optim.checkpointing_args)
     yield from _projected(config)
     if is_path(config.optim.optimizer):  # whose arguments are not sent as text
         if isinstance(args, str):
@@ -48,6 +48,17 @@ def optimisation(config: Config) -> Iterator[str]:
     wrong = [name for name, value in args.items() if not _is_plain_value(value)] if isinstance(args, dict) else []
     if wrong:
         yield f"optim_args.{wrong[0]}: expected a number, a switch or a word, which are handed over as text."
+
+
+def _checkpointing(options: dict[str, Any]) -> Iterator[str]:
+    """Check the options of gradient checkpointing."""
+    if set(options) - {"use_reentrant", "every_layer", "keep"}:
+        yield "gradient_checkpointing_kwargs: only 'use_reentrant', 'every_layer' and 'keep' are known."
+    keep = options.get("keep")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep < 1):
+        yield f"gradient_checkpointing_kwargs: 'keep' is a share of the free memory, from 0 to below 1, not {keep!r}."
+    if keep is not None and options.get("every_layer"):
+        yield "gradient_checkpointing_kwargs: 'every_layer' keeps nothing; drop it, or 'keep'."
 
 
 def _projected(config: Config) -> Iterator[str]:
@@ -275,3 +286,24 @@ def without_evaluation(config: Config) -> Iterator[str]:
     held = config.data.test_datasets or config.data.val_set_size
     if keys and not held and config.run.eval_strategy != "no":
         yield f"{keys[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"
+
+
+def unusual_rate(config: Config) -> Iterator[str]:
+    """Warn about a learning rate far from those that are usual for the method, with or without an adapter."""
+    method, kind, rate = config.method, config.adapter.kind, config.optim.learning_rate or 0.0
+    if "learning_rate" not in config.set_keys or "adam" not in config.optim.optimizer:  # others have other scales
+        return
+    low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))
+    if low / FAR <= rate <= high * FAR:
+        return
+    which, effect = ("above", "ruins a model") if rate > high else ("below", "hardly moves a model")
+    trained = f"with 'adapter: {kind}'" if kind else "where all weights train"
+    usual = f"{_short(low)} to {_short(high)} is usual for {method.name} {trained}"
+    advice = f"try 'learning_rate: {_short((kind and method.lora_learning_rate) or method.learning_rate)}'"
+    yield f"learning_rate: {rate:g} is far {which} what is usual and {effect} that is pretrained: {usual}; {advice}"
+
+
+def _short(rate: float) -> str:
+    """Return a learning rate as it is written, 1e-5."""
+    digits, _, exponent = f"{rate:.0e}".partition("e")
+    return f"{digits}e{int(exponent)}"

@@ -31,7 +31,9 @@ class UserFormat(Strict):
     format: str | None = inner(None, "Format of the SFT prompt; `{instruction}` and `{input}` are filled in.")
     no_input_format: str | None = inner(None, "Format of the SFT prompt for rows without an input.")
     system_prompt: str = inner("", "System text for rows that have none.")
-    system_format: str = inner("{system}", "Format of the system text; before the prompt if no format has `{system}`.")
+    system_format: str = inner(
+        "{system}", "Format of the system text, which is put before the prompt if no format has `{system}`."
+    )
 
 
 class DatasetSpec(EntryRows):
@@ -42,19 +44,21 @@ class DatasetSpec(EntryRows):
     split: str | None = inner(None, "Split, with slices such as `train[:1%]`.")
     type: str | UserFormat | None = inner(None, "Format of the rows, a transform, or a mapping of columns.")
     data_files: str | list[str] | None = inner(None, "Files to read.")
-    ds_type: FileType | None = inner(None, "File type; else by the file name.")
+    ds_type: FileType | None = inner(None, "File type. When left out, the file name decides.")
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
     streaming: bool | None = inner(
-        None, "Read and encode these rows while training; unset: as the key `streaming` says."
+        None, "Read and tokenize these rows while training. When left out: the key `streaming` decides."
     )
-    weight: float | None = inner(None, "Share in the mixture, in proportion to the other weights.", gt=0)
+    weight: float | None = inner(
+        None, "Share of these rows in the mixture, relative to the weights of the other datasets.", gt=0
+    )
     filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
     as_messages: bool | None = inner(
-        None, "Make plain prompts and answers turns of the chat template; unset: plain text, with a warning."
+        None, "Put plain prompts and answers into the chat template. When left out: plain text, with a warning."
     )
     chat_template: str | None = inner(None, "Chat template for these rows.")
-    chat_template_jinja: str | None = inner(None, "Text or file, with `chat_template: jinja`.")
+    chat_template_jinja: str | None = inner(None, "Chat template as text or file name, for `chat_template: jinja`.")
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
     field_chosen: str | None = inner(None, "Column of the chosen answer.")
     field_rejected: str | None = inner(None, "Column of the rejected answer.")
@@ -79,7 +83,7 @@ class DatasetSpec(EntryRows):
     logprobs_field: str | None = inner(None, "Column of a teacher's log-probs, for distillation.")
     server_name: str | None = inner(None, "NeMo Gym server that verifies these rows.")
     max_completion_length: PositiveInt | None = inner(None, "Longest completion, for process reward models.")
-    train_on_last_step_only: bool = inner(False, "Label the last step only, for process reward models.")
+    train_on_last_step_only: bool = inner(False, "Train on the label of the last step only, for process reward models.")
 
 
 class MixWeights(Strict):
@@ -100,12 +104,18 @@ class DataSection(RowSection):
     in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapping it from disk.")
     deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
     near_duplicates: float | None = setting(
-        "dataset_near_deduplication", None, "Drop training rows as similar as this to an earlier one (0.8).", gt=0, le=1
+        "dataset_near_deduplication",
+        None,
+        "Drop training rows whose similarity to an earlier one is at least this, such as 0.8.",
+        gt=0,
+        le=1,
     )
     contamination: Literal["warn", "drop"] | None = setting(
         "dataset_contamination_check", None, "What happens to training rows that contain an evaluation row."
     )
-    streaming: bool = setting("streaming", False, "Read and encode the training data while training, not before.")
+    streaming: bool = setting(
+        "streaming", False, "Read and tokenize the training data while training instead of before."
+    )
     buffer_size: PositiveInt = setting(
         "streaming_buffer_size", 4096, "Rows of a stream that are shuffled together; 1: no shuffling."
     )
@@ -117,8 +127,12 @@ class DataSection(RowSection):
         "curriculum_column", None, "Column with numbers by which rows are ordered, lowest first."
     )
     train_on_inputs: bool = setting("train_on_inputs", False, "Also train on prompts, for SFT.")
-    chat_template: str | None = setting("chat_template", None, "Name of the chat template; else the tokenizer's.")
-    chat_template_jinja: str | None = setting("chat_template_jinja", None, "Text or file, with `chat_template: jinja`.")
+    chat_template: str | None = setting(
+        "chat_template", None, "Name of the chat template. When left out: the tokenizer's."
+    )
+    chat_template_jinja: str | None = setting(
+        "chat_template_jinja", None, "Chat template as text or file name, for `chat_template: jinja`."
+    )
     template_args: dict[str, Any] = setting(
         "chat_template_kwargs", {}, "Variables passed to the chat template.", also=("trl.chat_template_kwargs",)
     )

@@ -15,7 +15,9 @@ class EnvironmentSection(Section):
 
     tools: list[str] = setting("tools", [], "Functions the policy may call, by dotted path; docstrings describe them.")
     tool_format: ToolFormat = setting(
-        "tool_format", "auto", "Tool calls in `<tool_call>` tags, as in Llama 3, or as JSON; auto follows the template."
+        "tool_format",
+        "auto",
+        "How tool calls are written: `<tool_call>` tags (hermes), Llama 3's, JSON; auto: by the template.",
     )
     kind: Literal["python", "openenv"] | None = setting(
         "environment.type", None, "A Python class, or an OpenEnv server; without it, only `tools` are used."
@@ -26,12 +28,14 @@ class EnvironmentSection(Section):
         "environment.reward", "sum", "How the step rewards of an OpenEnv episode are combined."
     )
     columns: list[str] | None = setting(
-        "environment.columns", None, "Columns for OpenEnv's `reset`; else all but the prompt."
+        "environment.columns", None, "Columns passed to OpenEnv's `reset`. When left out: all but the prompt."
     )
     text_field: str | None = setting(
-        "environment.text_field", None, "OpenEnv: action field for text; else its only one."
+        "environment.text_field", None, "OpenEnv: field of the action that takes the text. When left out: the only one."
     )
-    observation: str | None = setting("environment.observation", None, "OpenEnv: observation field to show; else all.")
+    observation: str | None = setting(
+        "environment.observation", None, "OpenEnv: field of the observation that the policy sees. When left out: all."
+    )
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
     timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)

@@ -19,14 +19,18 @@ class ModelSection(Section):
     """The model, its tokenizer and its precision."""
 
     base_model: str | None = setting("base_model", None, "Hub id or folder of the model to train; required.")
-    config_source: str | None = setting("base_model_config", None, "Hub id or folder of a config; else `base_model`.")
-    tokenizer: str | None = setting("tokenizer_config", None, "Hub id or folder of the tokenizer; else `base_model`.")
+    config_source: str | None = setting(
+        "base_model_config", None, "Hub id or folder of the model's config. When left out: `base_model`."
+    )
+    tokenizer: str | None = setting(
+        "tokenizer_config", None, "Hub id or folder of the tokenizer. When left out: `base_model`."
+    )
     tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
     tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is used.")
     mistral_tokens: bool = setting(
-        "tokenizer_use_mistral_common", False, "Read Mistral's `tekken.json` with its tokens for BOS, EOS and padding."
+        "tokenizer_use_mistral_common", False, "Read the tokenizer from Mistral's `tekken.json`."
     )
-    tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
+    tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "Value of the tokenizer's argument `legacy`.")
     processor_class: str | None = setting(
         "processor_type", None, "Name of the processor class of a vision-language model; AutoProcessor when left out."
     )
@@ -36,10 +40,15 @@ class ModelSection(Section):
     freeze_vision: bool | None = setting(
         "freeze_vision",
         None,
-        "Do not train what only images go through (vision tower and projector); when left out, with an adapter.",
+        "Freeze the vision tower and the projector. When left out: true with an adapter, else false.",
         also=("freeze_mm_modules",),
     )
-    model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
+    model_class: str | None = setting(
+        "model_type",
+        None,
+        "Name of the model class in transformers. When left out, the method decides.",
+        also=("type_of_model",),
+    )
     revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))
     gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`; its weights are dequantised.")
     ternary: bool = setting("use_onebitllms", False, "Round linear weights to -1, 0, 1 in each forward (BitNet).")
@@ -51,7 +60,7 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = setting("trust_remote_code", False, "Whether code from the model's repository may run.")
     num_labels: PositiveInt | None = setting(
-        "num_labels", None, "Outputs of a score head; else 1 for outcome, 2 for process reward models."
+        "num_labels", None, "Outputs of the score head. When left out: 1 for outcome, 2 for process reward models."
     )
     special_tokens: SpecialTokens = setting("special_tokens", SpecialTokens(), "Tokens to set on the tokenizer.")
     new_tokens: list[str] = setting("tokens", [], "Tokens added to the vocabulary; embeddings are resized.")
@@ -61,16 +70,20 @@ class ModelSection(Section):
         "attn_implementation", None, "Attention kernel; chosen by device and row length when left out."
     )
     layout: Literal["auto", "tree", "padded"] = setting(
-        "layout", "auto", "Sequences of a forward: trees with shared prefixes, or padded rows; auto: trees if possible."
+        "layout",
+        "auto",
+        "tree: compute shared prefixes once; padded: every sequence in full; auto: tree if the model can.",
     )
     disable_dropout: bool | None = setting(
         "disable_dropout", None, "Turn dropout off; when left out, dropout stays on for SFT and reward models only."
     )
     bf16: bool | Literal["auto"] = setting(
-        "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: if the device can."
+        "bf16", "auto", "Compute in bfloat16 with float32 master weights; auto: if the device supports it."
     )
     fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
-    pure_bf16: bool = setting("bfloat16", False, "Train in bfloat16 without float32 masters: small updates vanish.")
+    pure_bf16: bool = setting(
+        "bfloat16", False, "Train in bfloat16 without float32 master weights, so that very small updates are lost."
+    )
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
 
 
@@ -84,7 +97,7 @@ class TeacherSection(Section):
     teacher: str | None = setting(
         "distill.teacher",
         None,
-        "Teacher: a folder, a hub id, an adapter's folder, a vLLM server's URL, `self`, `logged`.",
+        "Teacher: a folder, hub id, adapter folder or vLLM server URL; `self`; or `logged` (in the data).",
     )
     teachers: dict[str, str] = setting(
         "distill.teachers", {}, "Several teachers by name; the column `teacher_id` of a row names its teacher."
@@ -111,7 +124,7 @@ class LoftQ(Strict):
 
 
 class PeftBlock(Strict):
-    """Options that PEFT nests."""
+    """LoftQ initialisation: `{loftq_config: {loftq_bits: 4}}`."""
 
     loftq_config: LoftQ | None = inner(None, "Initialise LoRA by LoftQ.")
 
@@ -126,24 +139,38 @@ class AdapterSection(Section):
     rank: PositiveInt = setting("lora_r", 16, "Rank of the adapter.")
     alpha: PositiveInt = setting("lora_alpha", 32, "Scale of the adapter: alpha / r multiplies its output.")
     dropout: float = setting("lora_dropout", 0.0, "Dropout before the adapter.", ge=0, lt=1)
-    targets: str | list[str] | None = setting("lora_target_modules", None, "Module names, or a pattern, to adapt.")
-    target_linear: bool = setting("lora_target_linear", False, "Adapt every linear layer but the head.")
-    target_parameters: str | list[str] | None = setting(
-        "lora_target_parameters", None, "Parameters (such as expert weights) to adapt directly."
+    targets: str | list[str] | None = setting(
+        "lora_target_modules", None, "Names of the modules that get an adapter, or a pattern."
     )
-    modules_to_save: list[str] | None = setting("lora_modules_to_save", None, "Modules trained in full and saved.")
+    target_linear: bool = setting("lora_target_linear", False, "Put an adapter on every linear layer except the head.")
+    target_parameters: str | list[str] | None = setting(
+        "lora_target_parameters",
+        None,
+        "Parameters that get an adapter although they are no modules, such as expert weights.",
+    )
+    modules_to_save: list[str] | None = setting(
+        "lora_modules_to_save", None, "Modules that are trained in full beside the adapter, and saved with it."
+    )
     rank_pattern: dict[str, PositiveInt] = setting("lora_rank_pattern", {}, "Rank by module name pattern.")
     alpha_pattern: dict[str, PositiveInt] = setting("lora_alpha_pattern", {}, "Alpha by module name pattern.")
     fan_in_fan_out: bool = setting("lora_fan_in_fan_out", False, "For layers that store their weights transposed.")
     dora: bool = setting("peft_use_dora", False, "Decompose into magnitude and direction (DoRA).")
     rslora: bool = setting("peft_use_rslora", False, "Scale by alpha / sqrt(r) (rank-stabilised LoRA).")
     init: bool | str = setting("peft_init_lora_weights", True, "Initialisation of the adapter, named as in PEFT.")
-    layers: list[int] | None = setting("peft_layers_to_transform", None, "Indices of the layers to adapt.")
-    layers_pattern: list[str] | None = setting("peft_layers_pattern", None, "Name of the layer list, if unusual.")
-    peft: PeftBlock = setting("peft", PeftBlock(), "Options that PEFT nests.")
-    plus_ratio: float | None = setting("loraplus_lr_ratio", None, "LoRA+: how many times faster B learns than A.", gt=0)
-    plus_embedding_rate: float = setting("loraplus_lr_embedding", 1e-6, "LoRA+: rate of adapted embeddings.", gt=0)
+    layers: list[int] | None = setting("peft_layers_to_transform", None, "Indices of the layers that get an adapter.")
+    layers_pattern: list[str] | None = setting(
+        "peft_layers_pattern", None, "Name of the model's list of layers, if PEFT does not know it."
+    )
+    peft: PeftBlock = setting("peft", PeftBlock(), "LoftQ initialisation: `{loftq_config: {loftq_bits: 4}}`.")
+    plus_ratio: float | None = setting(
+        "loraplus_lr_ratio", None, "LoRA+: learning rate of the B matrices divided by that of the A matrices.", gt=0
+    )
+    plus_embedding_rate: float = setting(
+        "loraplus_lr_embedding", 1e-6, "LoRA+: learning rate of embeddings with an adapter.", gt=0
+    )
     load_in_8bit: bool = setting("load_in_8bit", False, "Quantise frozen base weights to 8 bits (bitsandbytes).")
     load_in_4bit: bool = setting("load_in_4bit", False, "Quantise frozen base weights to 4 bits (bitsandbytes).")
     quantisation: dict[str, Any] = setting("bnb_config_kwargs", {}, "Further options of bitsandbytes.")
-    separate_reference: bool = setting("rl_adapter_ref_model", False, "Load a reference model beside an adapter.")
+    separate_reference: bool = setting(
+        "rl_adapter_ref_model", False, "Load a second model as reference instead of switching the adapter off."
+    )

@@ -18,20 +18,30 @@ class RolloutSection(Section):
     )
     server_url: str | None = setting("trl.vllm_server_base_url", None, "Server address, instead of host and port.")
     server_urls: list[str] = setting("trl.vllm_server_base_urls", [], "Addresses of servers that divide the prompts.")
-    server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; else `vllm.host`.")
-    server_port: int | None = setting("trl.vllm_server_port", None, "Server port; else `vllm.port`.", ge=1, le=65535)
+    server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server. When left out: `vllm.host`.")
+    server_port: int | None = setting(
+        "trl.vllm_server_port", None, "Port of the server. When left out: `vllm.port`.", ge=1, le=65535
+    )
     server_timeout: float = setting("trl.vllm_server_timeout", 240, "Seconds to wait for the server.", gt=0)
     regex: str | None = setting("trl.vllm_structured_outputs_regex", None, "Pattern every completion must match.")
     sleep_mode: bool = setting("trl.vllm_enable_sleep_mode", True, "Colocated vLLM frees its memory while training.")
     colocate_memory: float = setting(
         "trl.vllm_gpu_memory_utilization", 0.3, "Share of the GPU's memory for colocated vLLM.", gt=0, le=1
     )
-    colocate_length: PositiveInt | None = setting("trl.vllm_max_model_length", None, "Longest sequence if colocated.")
+    colocate_length: PositiveInt | None = setting(
+        "trl.vllm_max_model_length", None, "Longest sequence of colocated vLLM."
+    )
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
-    lora_sync: bool | None = setting("trl.vllm_lora_sync", None, "Send the adapter alone; unset: where vLLM loads it.")
+    lora_sync: bool | None = setting(
+        "trl.vllm_lora_sync",
+        None,
+        "Send only the adapter, not merged weights. When left out: if vLLM can load the adapter.",
+    )
     weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
-        "trl.vllm_weight_transfer", "folder", "How weights reach a server: folder, NCCL between GPUs, IPC on one GPU."
+        "trl.vllm_weight_transfer",
+        "folder",
+        "How weights are sent to a server: by files in a folder, NCCL between GPUs, or IPC on one GPU.",
     )
     reward_funcs: list[str] = setting("trl.reward_funcs", [], "Rewards: dotted paths, built-in names or reward models.")
     reward_workers: PositiveInt = setting("trl.reward_num_workers", 1, "Processes that compute rewards.")
@@ -42,22 +52,33 @@ class RolloutSection(Section):
     )
     rollout_backend_args: dict[str, Any] = setting("trl.rollout_backend_kwargs", {}, "Arguments of `rollout_backend`.")
     generation_batch_size: PositiveInt | None = setting(
-        "trl.generation_batch_size", None, "Completions per rollout; the optimizer batch when left out."
+        "trl.generation_batch_size", None, "Completions per rollout. When left out: those of one optimizer step."
     )
     steps_per_generation: PositiveInt | None = setting(
         "trl.steps_per_generation", None, "Accumulation steps per rollout; an alternative to `generation_batch_size`."
     )
     num_iterations: PositiveInt = setting("trl.num_iterations", 1, "Passes over each rollout.")
     num_generations_eval: PositiveInt | None = setting(
-        "trl.num_generations_eval", None, "Completions per prompt in evaluation; as in training when left out."
+        "trl.num_generations_eval", None, "Completions per prompt in evaluation. When left out: as in training."
     )
     temperature: float = setting("trl.temperature", 1.0, "Sampling temperature.", gt=0)
-    top_p: float = setting("trl.top_p", 1.0, "Keep the most likely tokens up to this probability.", gt=0, le=1)
+    top_p: float = setting(
+        "trl.top_p", 1.0, "Sample only from the most likely tokens whose probabilities sum up to this.", gt=0, le=1
+    )
     top_k: int = setting("trl.top_k", 0, "Number of most likely tokens that are kept; 0 keeps all.", ge=0)
-    min_p: float | None = setting("trl.min_p", None, "Drop tokens below this share of the top probability.", ge=0, le=1)
-    repetition_penalty: float = setting("trl.repetition_penalty", 1.0, "Penalty on tokens already present.", gt=0)
+    min_p: float | None = setting(
+        "trl.min_p", None, "Never sample tokens whose probability is below this share of the highest one.", ge=0, le=1
+    )
+    repetition_penalty: float = setting(
+        "trl.repetition_penalty", 1.0, "Penalty on tokens that the sequence already has; 1 is none.", gt=0
+    )
     generation_args: dict[str, Any] = setting("trl.generation_kwargs", {}, "Further sampling options, such as `stop`.")
-    compile_sampler: bool = setting("trl.compile_sampler", True, "Compile the sampler on a GPU: slow start, then fast.")
+    compile_sampler: bool = setting(
+        "trl.compile_sampler", True, "Compile the sampler on a GPU: the first call is slower, all others are faster."
+    )
+    release_sampler: bool = setting(
+        "trl.release_sampler", False, "Free the memory of sampling in this process after each rollout."
+    )
     routing_replay: bool | Literal["measure"] = setting(
         "trl.routing_replay", False, "Train with the experts that the sampler chose; `measure` only compares them."
     )
@@ -65,27 +86,44 @@ class RolloutSection(Section):
     completions_shown: PositiveInt | None = setting(
         "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."
     )
-    async_prefetch: bool = setting("trl.async_prefetch", False, "Produce rollouts while training.")
+    async_prefetch: bool = setting(
+        "trl.async_prefetch", False, "Sample the next rollouts while training on the last one."
+    )
     prefetch_depth: PositiveInt = setting("trl.prefetch_depth", 1, "Rollouts that may be produced ahead.")
     max_staleness: int | None = setting(
-        "trl.max_staleness", None, "Most optimizer steps from sampling to training; else `prefetch_depth` bounds.", ge=0
+        "trl.max_staleness",
+        None,
+        "Most optimizer steps between sampling and training. When left out: what `prefetch_depth` allows.",
+        ge=0,
     )
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
-    streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
+    streaming_groups: PositiveInt = setting(
+        "trl.streaming_min_groups", 1, "Groups that are scored at a time, for `trl.streaming_partial_batch`."
+    )
     replay_size: int = setting(
-        "trl.replay_buffer_size", 0, "Groups kept to replace those of equal reward; 0: off.", ge=0
+        "trl.replay_buffer_size",
+        0,
+        "Groups kept to replace groups whose completions all got the same reward; 0: off.",
+        ge=0,
     )
     replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
-    replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")
+    replay_max_age: PositiveInt = setting(
+        "trl.replay_max_age", 64, "Optimizer steps that a group stays in the replay buffer."
+    )
     reroll_start: float = setting(
         "trl.reroll_start_fraction", 1.0, "Share of training before failed prompts are retried; 1 is off.", ge=0, le=1
     )
     reroll_groups: PositiveInt = setting("trl.reroll_max_groups", 1, "Failed prompts tried again per rollout.")
     skip_zero_advantage: bool = setting(
-        "trl.skip_zero_advantage_batches", True, "Skip completions with zero advantage that do not change the loss."
+        "trl.skip_zero_advantage_batches",
+        True,
+        "Leave completions out of training whose advantage is 0, if they do not change the loss.",
     )
     dynamic_sampling: int = setting(
-        "trl.dynamic_sampling_max_rounds", 0, "Extra rounds to replace groups of equal rewards; 0 is off.", ge=0
+        "trl.dynamic_sampling_max_rounds",
+        0,
+        "Rounds of sampling again to replace groups whose completions all got the same reward; 0: off.",
+        ge=0,
     )
 
     @property
@@ -106,7 +144,7 @@ class VllmSection(Section):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = setting(
         "vllm.dtype", "auto", "Precision of the served weights."
     )
-    max_model_len: PositiveInt | None = setting("vllm.max_model_len", None, "Longest sequence served.")
+    max_model_len: PositiveInt | None = setting("vllm.max_model_len", None, "Longest sequence that the server accepts.")
     prefix_caching: bool | None = setting("vllm.enable_prefix_caching", None, "Reuse the cache of common prefixes.")
     enforce_eager: bool = setting("vllm.enforce_eager", False, "Run without CUDA graphs.")
     reasoning: bool = setting("vllm.enable_reasoning", False, "Separate reasoning text; needs `reasoning_parser`.")
@@ -114,7 +152,9 @@ class VllmSection(Section):
     tool_call_parser: str | None = setting(
         "vllm.tool_call_parser", None, "vLLM's parser for tool calls; with `nemo_gym_multi_turn`, hermes when left out."
     )
-    max_lora_rank: PositiveInt | None = setting("vllm.max_lora_rank", None, "Largest adapter rank; else `lora_r`.")
+    max_lora_rank: PositiveInt | None = setting(
+        "vllm.max_lora_rank", None, "Largest adapter rank. When left out: `lora_r`."
+    )
 
 
 class GymDataset(Strict):
@@ -131,21 +171,32 @@ class GymSection(Section):
     enabled: bool = setting("nemo_gym_enabled", False, "Use NeMo Gym for rollouts or rewards.")
     folder: str = setting("nemo_gym_dir", "~/Gym", "Folder of the Gym repository.")
     auto_start: bool = setting("nemo_gym_auto_start", True, "Start the Gym's servers.")
-    config_paths: list[str] = setting("nemo_gym_config_paths", [], "Gym configs to start; else those of the datasets.")
+    config_paths: list[str] = setting(
+        "nemo_gym_config_paths", [], "Gym configs to start. When left out: those of the datasets."
+    )
     head_port: int = setting("nemo_gym_head_port", 11000, "Port of the Gym's head server.", ge=1, le=65535)
     server_timeout: float = setting("nemo_gym_server_timeout", 360, "Seconds to wait for servers to start.", gt=0)
     verify_timeout: float = setting("nemo_gym_verify_timeout", 30, "Seconds one request may take.", gt=0)
     run_timeout: float = setting(
-        "nemo_gym_run_timeout", 300, "Seconds a rollout may take; else `nemo_gym_verify_timeout`, for agents.", gt=0
+        "nemo_gym_run_timeout",
+        300,
+        "Seconds that a rollout of the Gym's agents may take; if only `nemo_gym_verify_timeout` is set, that.",
+        gt=0,
     )
     datasets: list[GymDataset] = setting("nemo_gym_datasets", [], "Rows and the servers that verify them.")
-    model_name: str | None = setting("nemo_gym_model_name", None, "Model name the Gym asks for; else `base_model`.")
+    model_name: str | None = setting(
+        "nemo_gym_model_name", None, "Model name in the Gym's requests. When left out: `base_model`."
+    )
     multi_turn: bool = setting("nemo_gym_multi_turn", False, "Let the Gym's agents run the episodes.")
     reward_components: list[str] = setting(
-        "nemo_gym_reward_components", [], "Components of the verification as separate rewards; else the total alone."
+        "nemo_gym_reward_components",
+        [],
+        "Components of the verification that become separate rewards. When left out: only the total.",
     )
     policy_port: int = setting("nemo_gym_policy_port", 11001, "Port where agents reach the policy.", ge=1, le=65535)
     isolate: bool | None = setting(
-        "nemo_gym_isolate", None, "Run started servers without network and write access; else where possible."
+        "nemo_gym_isolate",
+        None,
+        "Start servers without network and write access. When left out: where the system allows it.",
     )
     max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Most turns of a multi-turn rollout.")

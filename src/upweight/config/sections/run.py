@@ -29,15 +29,27 @@ class RunSection(Section):
     """Output, checkpoints, evaluation, logging."""
 
     output_dir: str = setting("output_dir", "./model-out", "Output folder of the run.")
-    logging_steps: PositiveInt | None = setting("logging_steps", None, "Steps between logs; else by the run's length.")
-    save_steps: float | None = setting("save_steps", None, "Steps between checkpoints; below 1, a share of all.", gt=0)
+    logging_steps: PositiveInt | None = setting(
+        "logging_steps", None, "Steps between logs. When left out, the length of the run decides."
+    )
+    save_steps: float | None = setting(
+        "save_steps", None, "Steps between checkpoints; a value below 1 is a share of all steps.", gt=0
+    )
     saves_per_epoch: PositiveInt | None = setting("saves_per_epoch", None, "Checkpoints in each epoch.")
-    save_strategy: SaveStrategy | None = setting("save_strategy", None, "When to save; each epoch if no key sets it.")
+    save_strategy: SaveStrategy | None = setting(
+        "save_strategy", None, "When to save. When left out: as the other keys say, or after each epoch."
+    )
     save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Number of checkpoints that are kept.")
-    save_only_model: bool = setting("save_only_model", False, "Save no optimizer; checkpoints cannot resume exactly.")
-    eval_steps: float | None = setting("eval_steps", None, "Steps between evaluations; below 1, a share of all.", gt=0)
+    save_only_model: bool = setting(
+        "save_only_model", False, "Save only the weights; such checkpoints cannot be resumed exactly."
+    )
+    eval_steps: float | None = setting(
+        "eval_steps", None, "Steps between evaluations; a value below 1 is a share of all steps.", gt=0
+    )
     evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
-    eval_strategy: EvalStrategy | None = setting("eval_strategy", None, "When to evaluate; else by the other keys.")
+    eval_strategy: EvalStrategy | None = setting(
+        "eval_strategy", None, "When to evaluate. When left out, the other keys decide."
+    )
     eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
     eval_samples: int = setting(
         "eval_samples",
@@ -50,18 +62,24 @@ class RunSection(Section):
         False,
         f"Answer held-out prompts at every evaluation too; {UNNAMED_SAMPLES} of them unless `eval_samples` is set.",
     )
-    answer_tokens: PositiveInt = setting("generation_max_new_tokens", 128, "Tokens of such an answer, at most.")
-    answer_temperature: float = setting(
-        "generation_temperature", 0.0, "Temperature of such answers; 0 takes the likeliest tokens.", ge=0
+    answer_tokens: PositiveInt = setting(
+        "generation_max_new_tokens", 128, "Most tokens of an answer of `eval_samples` or `generate_samples`."
     )
-    answer_top_p: float = setting("generation_top_p", 1.0, "Top-p of such answers.", gt=0, le=1)
-    answer_top_k: int = setting("generation_top_k", 0, "Top-k of such answers; 0 for all tokens.", ge=0)
-    best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
+    answer_temperature: float = setting(
+        "generation_temperature", 0.0, "Temperature of these answers; 0 is greedy decoding.", ge=0
+    )
+    answer_top_p: float = setting("generation_top_p", 1.0, "Top-p of these answers.", gt=0, le=1)
+    answer_top_k: int = setting("generation_top_k", 0, "Top-k of these answers; 0 for all tokens.", ge=0)
+    best_metric: str | None = setting("metric_for_best_model", None, "Metric by which the best checkpoint is chosen.")
     greater_is_better: bool | None = setting("greater_is_better", None, "Whether a larger best metric is better.")
     load_best: bool = setting("load_best_model_at_end", False, "Load the best checkpoint as the final model.")
-    patience: PositiveInt | None = setting("early_stopping_patience", None, "Evaluations without gain before stopping.")
+    patience: PositiveInt | None = setting(
+        "early_stopping_patience", None, "Evaluations without improvement after which the run stops."
+    )
     resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to resume from.")
-    auto_resume: bool = setting("auto_resume_from_checkpoints", False, "Resume from the last whole checkpoint, if any.")
+    auto_resume: bool = setting(
+        "auto_resume_from_checkpoints", False, "Resume from the last complete checkpoint, if there is one."
+    )
     allow_changed_data: bool = setting("allow_changed_data", False, "Resume although the training data has changed.")
     hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
     hub_strategy: HubStrategy | None = setting("hub_strategy", None, "When to push.")
@@ -103,7 +121,9 @@ class TrackingSection(Section):
     trackio_run: str | None = setting("trackio_run_name", None, "Trackio run name.")
     trackio_space: str | None = setting("trackio_space_id", None, "Space that shows the Trackio board.")
     comet: bool = setting("use_comet", False, "Log to Comet.")
-    comet_api_key: str | None = setting("comet_api_key", None, "Comet key; `COMET_API_KEY` and its login serve too.")
+    comet_api_key: str | None = setting(
+        "comet_api_key", None, "Comet key; instead `COMET_API_KEY` or Comet's login can be used."
+    )
     comet_workspace: str | None = setting("comet_workspace", None, "Comet workspace.")
     comet_project: str | None = setting("comet_project_name", None, "Comet project.")
     comet_experiment_key: str | None = setting("comet_experiment_key", None, "Comet experiment to continue.")
@@ -112,12 +132,12 @@ class TrackingSection(Section):
     comet_options: dict[CometOption, bool | int | str] = setting(
         "comet_experiment_config", {}, "Options of Comet's `ExperimentConfig`: `log_code: false`."
     )
-    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab; `swanlab<0.8` is what transformers calls.")
-    swanlab_api_key: str | None = setting("swanlab_api_key", None, "SwanLab key; its login serves too.")
+    swanlab: bool = setting("use_swanlab", False, "Log to SwanLab; transformers needs `swanlab<0.8`.")
+    swanlab_api_key: str | None = setting("swanlab_api_key", None, "SwanLab key; instead SwanLab's login can be used.")
     swanlab_project: str | None = setting("swanlab_project", None, "SwanLab project.")
     swanlab_workspace: str | None = setting("swanlab_workspace", None, "SwanLab user or team.")
     swanlab_experiment: str | None = setting("swanlab_experiment_name", None, "SwanLab experiment name.")
     swanlab_description: str | None = setting("swanlab_description", None, "SwanLab description of the experiment.")
     swanlab_mode: SwanlabMode | None = setting("swanlab_mode", None, "SwanLab mode.")
-    swanlab_web_host: str | None = setting("swanlab_web_host", None, "Pages of a SwanLab server of yours.")
-    swanlab_api_host: str | None = setting("swanlab_api_host", None, "API of a SwanLab server of yours.")
+    swanlab_web_host: str | None = setting("swanlab_web_host", None, "Address of the pages of your own SwanLab server.")
+    swanlab_api_host: str | None = setting("swanlab_api_host", None, "Address of the API of your own SwanLab server.")

@@ -40,17 +40,27 @@ class RateGroup(Strict):
 class OptimSection(Section):
     """Batch sizes, optimizer, schedule, memory saving."""
 
-    learning_rate: float | None = setting("learning_rate", None, "Peak learning rate; else the method's.", gt=0)
+    learning_rate: float | None = setting(
+        "learning_rate", None, "Peak learning rate. When left out: the default of the method.", gt=0
+    )
     micro_batch_size: PositiveInt | None = setting(
-        "micro_batch_size", None, "Examples per device and accumulation step; `token_budget` bounds a forward."
+        "micro_batch_size",
+        None,
+        "Examples per device and accumulation step. Memory depends on `token_budget`, not on this.",
     )
     accumulation: PositiveInt | None = setting(
-        "gradient_accumulation_steps", None, "Accumulation steps; times `micro_batch_size`, a device's optimizer batch."
+        "gradient_accumulation_steps",
+        None,
+        "Accumulation steps; times `micro_batch_size` it is the batch of one device in an optimizer step.",
     )
     batch_size: PositiveInt | None = setting(
         "batch_size", None, "Examples per step and device; instead of `gradient_accumulation_steps`."
     )
-    token_budget: PositiveInt | None = setting("token_budget", None, "Most tokens in a forward; else by device memory.")
+    token_budget: PositiveInt | None = setting(
+        "token_budget",
+        None,
+        "Most tokens in one forward. It does not change results. When left out, device memory decides.",
+    )
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
     max_steps: PositiveInt | None = setting("max_steps", None, "Number of optimizer steps; overrides `num_epochs`.")
@@ -76,7 +86,9 @@ class OptimSection(Section):
     cosine_min_ratio: float | None = setting(
         "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
     )
-    warmup_steps: float | None = setting("warmup_steps", None, "Linear warm-up steps; below 1, a share of all.", ge=0)
+    warmup_steps: float | None = setting(
+        "warmup_steps", None, "Steps of linear warm-up; a value below 1 is a share of all steps.", ge=0
+    )
     warmup_ratio: float | None = setting("warmup_ratio", None, "Warm-up as a share of all steps.", ge=0, le=1)
     weight_decay: float = setting("weight_decay", 0.0, "Decoupled weight decay.", ge=0)
     adam_beta1: float = setting("adam_beta1", 0.9, "Adam's beta1.", ge=0, lt=1)
@@ -92,22 +104,38 @@ class OptimSection(Section):
     router_aux_loss_coef: float | None = setting(
         "router_aux_loss_coef",
         None,
-        "Weight of a mixture's load-balancing loss; unset: that of the model's config, 0: off.",
+        "Weight of the load-balancing loss of a mixture of experts; 0: off. When left out: the model's.",
         ge=0,
     )
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
     full_determinism: bool = setting("full_determinism", False, "Use deterministic kernels only; slower.")
+    memory: Literal["lean", "balanced", "fast"] = setting(
+        "memory",
+        "balanced",
+        "lean: the least memory; fast: the most speed that memory allows. It sets keys that are left out.",
+    )
     gradient_checkpointing: bool = setting("gradient_checkpointing", False, "Recompute activations to save memory.")
     checkpointing_args: dict[str, Any] = setting(
-        "gradient_checkpointing_kwargs", {}, "Options of gradient checkpointing, such as `use_reentrant`."
+        "gradient_checkpointing_kwargs",
+        {},
+        "Options of checkpointing: `use_reentrant`, `every_layer`, `keep`.",
     )
-    activation_offloading: bool = setting("activation_offloading", False, "Keep checkpointed activations on the host.")
+    activation_offloading: bool = setting(
+        "activation_offloading", False, "Keep the activations of gradient checkpointing in host memory."
+    )
     reference_offloading: bool = setting(
-        "reference_offloading", False, "Keep the reference's copy of trained weights in host memory while unused."
+        "reference_offloading", False, "Keep the reference's weights in host memory while they are not used."
+    )
+    head_chunk: PositiveInt | None = setting(
+        "head_chunk_tokens",
+        None,
+        "Most tokens whose logits exist at a time. When left out, the kind of device decides.",
     )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
-    empty_cache_steps: PositiveInt | None = setting("torch_empty_cache_steps", None, "Steps between cache clearings.")
+    empty_cache_steps: PositiveInt | None = setting(
+        "torch_empty_cache_steps", None, "Steps between two clearings of the GPU's memory cache."
+    )
 
 
 class ShardingSection(Section):
@@ -117,14 +145,18 @@ class ShardingSection(Section):
     fsdp: list[FsdpWord] | bool | None = setting(
         "fsdp", None, "Shard weights, gradients and optimizer states over the ranks; on when `fsdp_config` is set."
     )
-    fsdp_version: Literal[1, 2] = setting("fsdp_version", 2, "FSDP version; 1 means 2.", also=("fsdp_config.version",))
+    fsdp_version: Literal[1, 2] = setting(
+        "fsdp_version", 2, "FSDP version; 1 is accepted and means 2.", also=("fsdp_config.version",)
+    )
     wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = setting(
         "fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "What becomes a sharding unit."
     )
     wrap_layers: str | list[str] | None = setting(
-        "fsdp_config.transformer_layer_cls_to_wrap", None, "Layer classes to shard; else detected."
+        "fsdp_config.transformer_layer_cls_to_wrap", None, "Layer classes to shard. When left out, they are detected."
     )
-    min_parameters: PositiveInt | None = setting("fsdp_config.min_num_params", None, "Smallest SIZE_BASED_WRAP unit.")
+    min_parameters: PositiveInt | None = setting(
+        "fsdp_config.min_num_params", None, "Fewest parameters of a unit, for SIZE_BASED_WRAP."
+    )
     reshard: bool = setting("fsdp_config.reshard_after_forward", True, "Free gathered weights after the forward.")
     offload: bool = setting("fsdp_config.offload_params", False, "Keep shards in host memory.")
     state_dict: StateDict = setting("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written.")
@@ -134,13 +166,19 @@ class ShardingSection(Section):
     low_memory_loading: bool = setting(
         "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and broadcast them to the others."
     )
-    fsdp_checkpointing: bool = setting("fsdp_config.activation_checkpointing", False, "Means `gradient_checkpointing`.")
-    context_parallel_size: PositiveInt = setting(
-        "context_parallel_size", 1, "Consecutive ranks that share rows as one device; must divide the attention heads."
+    fsdp_checkpointing: bool = setting(
+        "fsdp_config.activation_checkpointing", False, "Another name of `gradient_checkpointing`."
     )
-    timeout: PositiveInt = setting("ddp_timeout", 1800, "Longest time of a collective, in seconds; then the run stops.")
+    context_parallel_size: PositiveInt = setting(
+        "context_parallel_size",
+        1,
+        "Number of ranks that share the tokens of a row; it must divide the number of attention heads.",
+    )
+    timeout: PositiveInt = setting(
+        "ddp_timeout", 1800, "Seconds after which a collective operation between ranks fails and the run stops."
+    )
     wait_timeout: PositiveInt = setting(
-        "ddp_wait_timeout", 86400, "Longest time that ranks wait for data, rollouts or weights of others, in seconds."
+        "ddp_wait_timeout", 86400, "Seconds that ranks wait for data, rollouts or weights of other ranks."
     )
     bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets in MiB.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")

@@ -5,7 +5,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,19 +23,30 @@ from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
 from upweight.data.images import undecoded
+from upweight.data.sources.lookup import (
+    ALIASES,
+    FILE_KINDS,
+    cannot_be_on_hub,
+    entry_name,
+    existing,
+    file_suffix,
+    is_builder,
+    lookup_paths,
+    matches,
+    missing_path,
+    no_match,
+    paths_tried,
+    patterns_of,
+    similar_to,
+)
 from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream, StreamStart
 from upweight.data.sources.text_files import COMPRESSED, LineFile
-from upweight.errors import UserError, did_you_mean
+from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.hub import is_offline
 from upweight.row_rules import select_from_entry
 
-FILE_KINDS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
-}  # fmt: skip
-ALIASES = {"jsonl": "json", "txt": "text"}
 ROWS_PER_DIGEST = 1000  # rows at a time
 # Errors of loading that the user can fix.
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError, csv.Error)
@@ -207,13 +217,12 @@ def _gym_entry(config: Config, dataset: GymDataset) -> DatasetSpec:
 
 
 def _existing_file(path: str | None, folder: Path) -> Path | None:
-    return next((candidate.resolve() for candidate in _lookup_paths(path or "", folder) if candidate.is_file()), None)
+    return next((candidate.resolve() for candidate in lookup_paths(path or "", folder) if candidate.is_file()), None)
 
 
 def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> OpenedDataset:
     """Locate the sources of an entry; the error names the places that were tried."""
-    files = _patterns(entry)
-    where = f"{key} ({entry.path or ', '.join([*files[:2], *(['...'] if len(files) > 2 else [])])})"
+    where = entry_name(entry, key)
     names = entry.name if isinstance(entry.name, list) else [entry.name]
     if entry.trust_remote_code:
         warn_once(f"{where}: trust_remote_code has no effect: the datasets library runs no code from repositories")
@@ -238,10 +247,10 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
     """Return the sources of one entry (and one of its names), by split."""
     path, kind, streaming = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type), bool(entry.streaming)
     if path and "://" in path:
-        file_kind = kind or FILE_KINDS.get(_file_suffix(Path(path)), "json")
+        file_kind = kind or FILE_KINDS.get(file_suffix(Path(path)), "json")
         return _load_tables(file_kind, data_files=path, streaming=streaming)
-    local = next((candidate for candidate in _lookup_paths(path, folder) if candidate.exists()), None) if path else None
-    if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
+    local = existing(path, folder)
+    if path and local is None and is_builder(entry):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
         return _sources(_matching_files(entry, where, local, folder), kind, streaming)
@@ -252,27 +261,25 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
     if glob.has_magic(path):
         pattern = entry.model_copy(update={"data_files": path})
         return _sources(_matching_files(pattern, where, None, folder), kind, streaming)
-    tried = _paths_tried(path, folder)
-    # Such a path cannot be the name of a dataset on the hub.
-    by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
-    if by_form or _file_suffix(Path(path)) in FILE_KINDS:
-        raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar_to(path, folder)}")
+    if cannot_be_on_hub(path):
+        raise UserError(f"{where}: {missing_path(path, folder)}")
     offline = " The hub is not asked: it is switched off (HF_HUB_OFFLINE) or cannot be reached." if is_offline() else ""
     try:
         options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
         return _load_tables(path, **options, streaming=streaming)
     except LOADING_ERRORS as error:
+        tried = paths_tried(path, folder)
         problem = f"is no file or folder (tried {tried}), and it cannot be loaded from the hub: {_root_reason(error)}."
-        raise UserError(f"{where}: {problem}{offline}{_similar_to(path, folder)}") from error
+        raise UserError(f"{where}: {problem}{offline}{similar_to(path, folder)}") from error
 
 
 def _sources(files: list[Path], kind: str | None, streaming: bool = False) -> dict[str, list[Source]]:
     """Open files that together make the split `train`."""
     if streaming:
-        return {"train": [FileStream(files, [kind or FILE_KINDS.get(_file_suffix(file), "json") for file in files])]}
+        return {"train": [FileStream(files, [kind or FILE_KINDS.get(file_suffix(file), "json") for file in files])]}
     sources: list[Source] = []
     for file in files:
-        file_kind = kind or FILE_KINDS.get(_file_suffix(file), "json")
+        file_kind = kind or FILE_KINDS.get(file_suffix(file), "json")
         if file_kind in ("json", "text"):
             sources.append(LineFile(file, "json" if file_kind == "json" else "text"))
         else:
@@ -347,37 +354,12 @@ def _csv_options(kind: str, file: Path) -> dict[str, Any]:
 def _matching_files(entry: DatasetSpec, where: str, inside: Path | None, folder: Path) -> list[Path]:
     """Return the files that `data_files` names, with patterns expanded."""
     files: list[Path] = []
-    for pattern in _patterns(entry):
-        candidates = [inside / os.path.expanduser(pattern)] if inside else _lookup_paths(pattern, folder)
-        matches = next(filter(None, (sorted(glob.glob(str(path), recursive=True)) for path in candidates)), [])
-        files += [Path(match) for match in matches if Path(match).is_file()]
-        if not matches:
-            tried = str(candidates[0]) if inside else _paths_tried(pattern, folder)
-            raise UserError(f"{where}: data_files: no file matches {pattern!r}. Tried {tried}.")
+    for pattern in patterns_of(entry):
+        there, tried = matches(pattern, inside, folder)
+        files += [Path(match) for match in there if Path(match).is_file()]
+        if not there:
+            raise UserError(f"{where}: {no_match(pattern, tried)}")
     return files
-
-
-def _patterns(entry: DatasetSpec) -> list[str]:
-    return [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
-
-
-def _lookup_paths(path: str, folder: Path) -> list[Path]:
-    """Return where a path is looked for: from the working directory, then from the config's folder."""
-    expanded = Path(os.path.expanduser(path))
-    return [expanded, folder / expanded]
-
-
-def _paths_tried(path: str, folder: Path) -> str:
-    return " and ".join(dict.fromkeys(str(candidate.absolute()) for candidate in _lookup_paths(path, folder)))
-
-
-def _similar_to(path: str, folder: Path) -> str:
-    parents = [candidate.parent for candidate in _lookup_paths(path, folder) if candidate.parent.is_dir()]
-    return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
-
-
-def _file_suffix(file: Path) -> str:
-    return (Path(file.stem) if file.suffix.lower() in COMPRESSED else file).suffix.lower()
 
 
 def _root_reason(error: BaseException) -> str:

@@ -103,6 +103,8 @@ class MethodArguments(TrainingArguments):
     curriculum_column: str | None = field_for(DataSection, "curriculum_column")
     token_budget: int | None = field_for(OptimSection, "token_budget")
     layout: Literal["auto", "tree", "padded"] = field_for(ModelSection, "layout")
+    memory: Literal["lean", "balanced", "fast"] = field_for(OptimSection, "memory")
+    head_chunk_tokens: int | None = field_for(OptimSection, "head_chunk")
     activation_offloading: bool = field_for(OptimSection, "activation_offloading")
     reference_offloading: bool = field_for(OptimSection, "reference_offloading")
     allow_changed_data: bool = field_for(RunSection, "allow_changed_data")

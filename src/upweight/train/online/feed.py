@@ -27,6 +27,7 @@ from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
 from upweight.rollout.summary import pass_rates, summary
 from upweight.rollout.units import units_of_groups
+from upweight.sampler.in_process import InProcess
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import ShardedWork
 from upweight.train.online.feature_matching import FeatureMatching
@@ -134,7 +135,15 @@ class RolloutFeed:
     def _produce(self, trainer_state: Any) -> Rollout:
         version = trainer_state.global_step if self.generator is None else self.generator.version()
         with self.schedule.gathered_weights():
-            return self.producer.produce(version, trainer_state)
+            rollout = self.producer.produce(version, trainer_state)
+        self._release_sampler()
+        return rollout
+
+    def _release_sampler(self) -> None:
+        """Free what sampling in this process holds, where the settings say so; the next rollout takes it again."""
+        if self.section.release_sampler and isinstance(self.generator, InProcess):
+            self.generator.close()
+            torch.cuda.empty_cache()
 
     def _broadcast(self, rollout: Rollout | None) -> Rollout:
         """Return the rollout of the rank that produces, on every rank."""
@@ -156,6 +165,7 @@ class RolloutFeed:
             with self.schedule.gathered_weights():
                 groups = self.producer.evaluate(rows, self.eval_size, trainer_state)
                 produced = Rollout(self.producer.num_rollouts, step, groups)
+            self._release_sampler()
         rollout = self._broadcast(produced)
         if self.feature_matching is not None:
             metrics = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)

@@ -1,6 +1,7 @@
 """What a run says before its first step: model, batch, device, memory, steps, and where to look."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from upweight.config import Config
+from upweight.config.resolve import memory_settings
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.log import logger
@@ -114,11 +116,15 @@ def _every(every: float | None, steps: int) -> str:
 
 
 def _memory(config: Config) -> str:
-    try:
+    """The estimate beside what there is, and the keys that `memory` has set."""
+    parts: list[str] = []
+    with suppress(UserError):  # of a model that a script gave without a name
         plan = plan_memory(config)
-    except UserError:  # of a model that a script gave without a name
-        return ""
-    return plan.line() + ("" if plan.fits else ": it may not fit")
+        parts.append(plan.line() + ("" if plan.fits else ": it may not fit"))
+    if chosen := memory_settings(config):
+        keys = ", ".join(f"{path}: {str(value).lower() if value is True else value}" for path, value in chosen.items())
+        parts.append(f"'memory: {config.optim.memory}' sets {keys}")
+    return "; ".join(parts)
 
 
 def _count(number: int) -> str:

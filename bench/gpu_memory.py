@@ -1,0 +1,253 @@
+"""The longest GRPO row that trains in so many GiB, and what `upweight fits` says of it: `python -m bench.gpu_memory`.
+
+Random weights of Qwen2.5's shapes, bfloat16, rank 16 on every linear layer, the memory of the process limited to each
+of the caps. A case tries the length that the estimate promises, two steps with AdamW, then longer or shorter ones while
+its minutes last, and prints one JSON line: lengths that trained and failed, the peak and its ratio to the estimate.
+`--tiny` rehearses all of it on a CPU, where the cap is compared with the peak of the process afterwards.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from bench.gpu_share import SHAPE_7B
+from bench.gpu_step import SHAPE, VOCABULARY
+from upweight.config import Config
+from upweight.config.load import parse_config
+from upweight.engine.activations import enable_checkpointing
+from upweight.methods import GRPO
+from upweight.models.adapters.attach import attach_adapter
+from upweight.models.load import load_model
+from upweight.models.memory import GIB, Memory, Savings, Shape, estimate, longest, shape_of
+from upweight.train.policy import make_policy
+from upweight.train.step import StepRunner
+from upweight.types import Sample, Unit
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "1.5b_lora": (SHAPE, "lora"),
+    "7b_lora": (SHAPE_7B, "lora"),
+    "7b_qlora": (SHAPE_7B, "qlora"),
+}
+CAPS = (8, 12, 16, 24, 80)
+TINY_CAPS = (0.001, 0.02, 1.0)
+STEP = 128  # lengths are multiples of it
+SHORTEST, PROMPT = 256, 128
+GROWTH = 1.2  # from a length that trained to the next one, and back from one that did not
+
+
+class TooMuch(Exception):
+    """A step needed more than the cap, on a CPU, where nothing stops it."""
+
+
+@dataclass
+class Subject:
+    """A model that trains rows, and what is estimated for it."""
+
+    model: Any
+    config: Config
+    shape: Shape
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        options = {"optim": self.config.optim, "section": self.config.model}
+        policy = make_policy(self.model, GRPO(), dtype, self.device, longest=SHORTEST, **options)
+        self.width = dtype.itemsize / 2  # the estimate is for two bytes a number
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=on_gpu)
+        if policy.copies is not None:
+            policy.copies.follow(self.optimizer)
+        parts = (GRPO(), policy.engine, Accelerator(cpu=not on_gpu), policy.token_budget, policy.reference, dtype)
+        self.new_runner: Callable[[], StepRunner] = lambda: StepRunner(*parts)
+        self.runner = self.new_runner()
+        self.cap = 0.0
+        self.before = 0
+
+    def start(self, cap: float) -> None:
+        """Begin a case: limit the memory, and forget what was measured under another limit."""
+        self.runner, self.cap = self.new_runner(), cap
+        self.free()
+        if self.device.type == "cuda":
+            total = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0))
+        else:
+            self.before = _resident("VmRSS")
+        optim = self.config.optim
+        if optim.gradient_checkpointing and not optim.checkpointing_args.get("every_layer"):
+            enable_checkpointing(self.model, optimizer=optim.optimizer, keep=optim.checkpointing_args.get("keep"))
+
+    def free(self) -> None:
+        """Drop gradients and what the allocator holds unused."""
+        self.model.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def train(self, length: int, steps: int = 2) -> float:
+        """Train on a row of so many tokens; return the peak in bytes."""
+        self.free()
+        _reset_peak(self.device)
+        unit = _row(length)
+        for _ in range(steps):
+            self.model.zero_grad()
+            self.runner.train(self.model, [unit])
+            self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated()
+        peak = _resident("VmHWM") - self.before
+        if peak > self.cap:
+            raise TooMuch(f"{peak / GIB:.2f} GiB")
+        return peak
+
+    def need(self, tokens: int) -> Memory:
+        """What is estimated for rows of so many tokens, in half precision."""
+        adapter, optimizer = self.config.adapter, self.config.optim.optimizer
+        how = {"optimizer": optimizer, "reference": False, "savings": Savings.of(self.config)}
+        return estimate(self.shape, adapter.kind or "all", adapter, tokens=tokens, **how)
+
+    def predicted(self, tokens: int) -> float:
+        """The estimated peak in bytes, in the dtype of the model."""
+        need = self.need(tokens)
+        return need.weights * self.width + need.training + need.activations * self.width
+
+    def promised(self) -> int:
+        """The longest row that `fits` promises under the cap."""
+        most = longest(self.shape, self.need(SHORTEST), self.cap, savings=Savings.of(self.config))
+        return most // STEP * STEP
+
+
+def _row(length: int) -> Unit:
+    """A prompt with one completion, of random tokens."""
+    ids = np.random.default_rng(length).integers(2, 1000, length)
+    return Unit((Sample(ids, np.arange(length) >= PROMPT, advantage=1.0),))
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak of this process
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process that are in memory: now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def build(name: str, mode: str, folder: Path, tiny: bool) -> Subject:
+    """The model of a case on its device."""
+    shape, kind = CASES[name]
+    sizes = TINY if tiny else shape
+    device = torch.device("cpu" if tiny else "cuda")
+    made = Qwen2Config(vocab_size=1024 if tiny else VOCABULARY, **{**sizes, "max_position_embeddings": 1 << 20})
+    made.architectures = ["Qwen2ForCausalLM"]
+    made.save_pretrained(folder)
+    adapter = {"adapter": kind, "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
+    content = {"base_model": str(folder), "rl": "grpo", "memory": mode, "optimizer": "adamw_torch"} | adapter
+    content |= {"load_in_4bit": True} if kind == "qlora" else {}
+    config = parse_config(content, folder=folder, fragment=True)
+    torch.manual_seed(0)
+    made_dtype = torch.float32 if tiny else torch.bfloat16
+    torch.set_default_dtype(made_dtype)
+    with device:
+        base: Any = AutoModelForCausalLM.from_config(made)
+    torch.set_default_dtype(torch.float32)
+    if kind == "qlora":
+        base.save_pretrained(folder)
+        del base
+        gc.collect()
+        torch.cuda.empty_cache()
+        base = load_model(config.model, made_dtype, head="tokens", tokenizer=None, adapter=config.adapter, seed=0)
+    model: Any = attach_adapter(base, config.adapter)
+    return Subject(model.train(), config, shape_of(config.model, "tokens"), device)
+
+
+def search(subject: Subject, cap: float, limit: int, seconds: float) -> dict[str, Any]:
+    """Lengths that trained and failed under a cap, from the promised one on, and the peak beside the estimate."""
+    began = time.perf_counter()
+    subject.start(cap)
+    promised = subject.promised()
+    worked, failed, peaks, why = 0, 0, {}, ""
+    length = min(max(promised, SHORTEST), limit)
+    while length >= SHORTEST and length not in (worked, failed):
+        trial = time.perf_counter()
+        try:
+            peaks[length] = subject.train(length)
+            worked = max(worked, length)
+        except (torch.OutOfMemoryError, TooMuch) as error:
+            failed, why = length, str(error).splitlines()[0][:160]
+        took = time.perf_counter() - trial
+        if (worked and failed) or worked >= limit or not (worked or promised):
+            break
+        if time.perf_counter() - began + (GROWTH**2 * took if worked else took) > seconds:
+            break
+        wanted = length * GROWTH if worked else length / GROWTH
+        length = min(max(int(wanted) // STEP * STEP, length + STEP if worked else 0), limit)
+    subject.free()
+    line = {"promised": promised, "trained": worked, "failed": failed, "limit": limit}
+    if worked:
+        at = promised if promised in peaks else worked
+        line |= {"peak_at": at, "peak_gib": peaks[at] / GIB, "predicted_gib": subject.predicted(at) / GIB}
+        line["ratio"] = line["predicted_gib"] / line["peak_gib"]
+    kept = worked >= min(promised, limit) if promised else not worked
+    line |= {"promise": "kept" if kept else "broken" if promised else "too careful", "why": why}
+    return line | {"seconds": time.perf_counter() - began}
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One line for each model and cap."""
+    for name in options.only or CASES:
+        if CASES[name][1] == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+            yield {"name": name, "skipped": "bitsandbytes is not installed"}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            subject = build(name, options.mode, Path(folder), options.tiny)
+            for length in (1024, 1536):  # kernels are compiled before a case counts its minutes
+                subject.start(float("inf"))
+                subject.train(length, steps=1)
+            yield {"name": name, "mode": options.mode, "ready_s": time.perf_counter() - began}
+            for cap in options.gib or (TINY_CAPS if options.tiny else CAPS):
+                found = search(subject, cap * GIB, options.longest, 60 * options.minutes)
+                yield {"name": name, "mode": options.mode, "gib": cap} | found
+            del subject
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.set_per_process_memory_fraction(1.0)
+                torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_memory", description=__doc__)
+    parser.add_argument("--only", choices=list(CASES), action="append", help="measure these models")
+    parser.add_argument("--mode", choices=["lean", "balanced", "fast"], default="lean", help="the key `memory`")
+    parser.add_argument("--gib", type=float, action="append", help="caps (default: 8, 12, 16, 24, 80)")
+    parser.add_argument("--longest", type=int, default=32_768, help="longest row that is tried")
+    parser.add_argument("--minutes", type=float, default=0.8, help="after which a case tries no further length")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with a tiny model on the CPU")
+    for line in measure(parser.parse_args()):
+        rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}
+        print(json.dumps(rounded), flush=True)
+
+
+if __name__ == "__main__":
+    main()

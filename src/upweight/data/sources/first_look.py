@@ -1,0 +1,95 @@
+"""What can be said of a config's data without opening them: files that are missing, columns that cannot be read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from upweight.config import Config
+from upweight.config.rules.data import entries
+from upweight.config.sections.data import DatasetSpec, UserFormat
+from upweight.data.columns import PLAIN, ROLES, first_row, misses_columns, type_mapping
+from upweight.data.sources.lookup import entry_name, existing, matches, missing_files, patterns_of
+from upweight.errors import did_you_mean
+
+# What rows with a `type` need, by the kind of data: a column of each group. Types that are not listed are not judged.
+_FIRST, _ANSWERS = ("prompt", "input", "question", "instruction"), (("chosen",), ("rejected",))
+_EITHER = (("chosen", "chosen_response"), ("rejected", "rejected_response"))
+_FAMILY = {
+    "": (_FIRST, *_EITHER), ".default": (_FIRST, *_EITHER), ".prompt_pairs": (("prompt",), *_ANSWERS),
+    ".intel": (("question",), *_ANSWERS), ".icr": (("input",), *_ANSWERS), ".ultra": (("prompt",), *_ANSWERS),
+    ".argilla": (("instruction",), ("chosen_response",), ("rejected_response",)), ".argilla_chat": _ANSWERS,
+}  # fmt: skip
+_CHAT, _ANY_CHAT = (("messages",),), (("messages", "conversations"),)
+NEEDED: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
+    "pairs": {
+        **{f"{family}{name}": groups for family in ("chatml", "llama3") for name, groups in _FAMILY.items()},
+        "chat_template": (*_CHAT, *_ANSWERS), "chat_template.default": (*_CHAT, *_ANSWERS),
+        "chat_template.argilla": _ANSWERS, "chat_template.argilla_chat": _ANSWERS, "orpo.chat_template": _ANSWERS,
+        "bradley_terry.chat_template": (("input",), *_ANSWERS), "zephyr.nectar": (("prompt",), ("answers",)),
+    },
+    "text": {
+        "chat_template": _ANY_CHAT, "chat_template.default": _ANY_CHAT, "sharegpt": _ANY_CHAT,
+        "alpaca": (("instruction",), ("output",)), "completion": (("text",),), "pretrain": (("text",),),
+        "input_output": (("segments",),),
+    },
+    "prompts": {"chat_template": _CHAT, "chat_template.default": _CHAT},
+    "steps": {"stepwise_supervised": (("completions", "input_ids"), ("labels",))},
+}  # fmt: skip
+
+
+def data_problems(config: Config) -> Iterator[str]:
+    """Yield what would stop the data of a config from being read, by the names of files and their first rows."""
+    for stage in config.stages or (config,):
+        if stage.gym.enabled:  # whose files may lie in the Gym's folder
+            continue
+        for key, entry in entries(stage):
+            missing = [f"{entry_name(entry, key)}: {problem}" for problem in missing_files(entry, stage.folder)]
+            yield from missing or _unread_columns(stage, entry, key)
+
+
+def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[str]:
+    """Yield what is amiss with the columns of the first row, which a selection or the user's code may change."""
+    selects = entry.filter or "[" in (entry.split or "") or entry.shards or entry.ds_type not in (None, "json", "csv")
+    if selects or type(config.method).read_row is not None:
+        return
+    local = existing(entry.path, config.folder)
+    files = [local] if local and local.is_file() else []
+    for pattern in patterns_of(entry)[:1]:
+        files += map(Path, matches(pattern, local, config.folder)[0][:1])
+    row = first_row(files[0]) if files else None
+    problem = missing_columns(config.method.formats(), entry, row) if row is not None else None
+    if problem is not None:
+        yield f"{entry_name(entry, key)}: {problem}"
+
+
+def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> str | None:
+    """Return which columns an entry needs that its first row has not, and the mapping to paste; None where it reads."""
+    if isinstance(entry.type, UserFormat):
+        fields = {role: str(getattr(entry.type, f"field_{role}")) for role in ROLES.get(kind, ())}
+        paired = {role: str(getattr(entry.type, f"field_{role}")) for role in ROLES["pairs"]}
+        if kind == "labelled" and not set(paired.values()) - row.keys():
+            return None
+        gone = [f"'{column}' (field_{role})" for role, column in fields.items() if not _has(row, column)]
+        near = "".join(did_you_mean(column, row) for column in fields.values() if not _has(row, column))
+        return f"{' and '.join(gone)} of `type`: there is no such column, but {', '.join(row)}.{near}" if gone else None
+    if entry.type is None:
+        named = {entry.field_messages, entry.field} - {None}  # of rows whose columns have other names
+        if not misses_columns(kind, [*row, *("text" for name in named if _has(row, str(name)))]):
+            return None
+        mapping = type_mapping(kind, row)
+        remedy = f"Add to it: `{mapping}`" if mapping else "`type` maps columns of other names (upweight docs formats)"
+        wanted = " or ".join(" and ".join(names) for names in PLAIN[kind])
+        return f"the columns are {', '.join(row)}; rows without a `type` need {wanted}. {remedy}"
+    renamed = {"messages": entry.field_messages, "chosen": entry.field_chosen, "rejected": entry.field_rejected}
+    renamed |= {"text": entry.text_column if entry.type == "pretrain" else entry.field}
+    for group in NEEDED.get(kind, {}).get(entry.type, ()):
+        columns = [renamed[group[0]] or ""] if renamed.get(group[0]) else group
+        if not any(_has(row, column) for column in columns):
+            near = did_you_mean(columns[0], row)
+            return f"'type: {entry.type}' needs a column {' or '.join(columns)}, and there are {', '.join(row)}.{near}"
+    return None
+
+
+def _has(row: Mapping[str, Any], column: str) -> bool:
+    """Return whether a row has a column; dots reach into nested ones, which are not looked at."""
+    return column in row or column.partition(".")[0] in row

@@ -1,0 +1,81 @@
+"""What is learned does not depend on `memory`, and a run says what it set."""
+
+import json
+
+import pytest
+
+from made_runs import upweight, write_config, write_model, write_online
+from tiny_models import tiny
+from upweight.config import load_config
+from upweight.engine.activations import enable_checkpointing
+from upweight.models.memory import layer_bytes
+from upweight.models.modules import unwrap_peft
+from upweight.train.run import build
+
+MODES = ("lean", "balanced", "fast")
+LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]
+
+
+@pytest.mark.parametrize(("method", "adapter"), [("dpo", {}), ("sft", LORA), ("grpo", {})])
+def test_losses_are_the_same_in_all_modes(method, adapter, tmp_path):
+    model = write_model(tmp_path / "model", num_hidden_layers=3)
+    by_mode = {}
+    for mode in MODES:
+        keys = {"memory": mode, "max_steps": 3, "output_dir": str(tmp_path / mode), **adapter}
+        if method == "grpo":
+            trl = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
+            config = write_online(tmp_path, model, **keys)
+            overrides = [f"trl.{name}={value}" for name, value in trl.items()]
+        elif method == "sft":
+            config = write_config(tmp_path, model, rl=None, **keys)
+            rows = [{"text": "a quick brown fox jumps over a lazy dog " * (1 + n % 7)} for n in range(16)]
+            (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            overrides = [f"datasets=[{{path: {tmp_path / 'texts.jsonl'}, type: completion}}]"]
+        else:
+            config, overrides = write_config(tmp_path, model, **keys), []
+        # Rows and the head's chunks are cut in the lean mode, whatever the size of these models.
+        cut = ["token_budget=64", "head_chunk_tokens=3"] if mode == "lean" else []
+        done = upweight("train", config, *overrides, *cut)
+        assert done.returncode == 0, done.stderr
+        by_mode[mode] = losses(tmp_path / mode)
+        summary = next(line for line in done.stderr.splitlines() if line.startswith("memory"))
+        assert (f"'memory: {mode}' sets gradient_checkpointing: true" in summary) == (mode != "balanced")
+    assert len(by_mode["balanced"]) == 3
+    for mode in ("lean", "fast"):
+        for found, right in zip(by_mode[mode], by_mode["balanced"], strict=True):
+            assert found == pytest.approx(right, abs=1e-6, rel=1e-6)
+
+
+def test_lean_reaches_engine_and_sampler(tmp_path):
+    config = load_config(write_online(tmp_path, write_model(tmp_path / "model"), memory="lean"))
+    trainer = build(config, trains=True)
+    base = unwrap_peft(trainer.model)
+    assert base.__dict__["_activation_budget"] is None
+    assert all(layer.gradient_checkpointing for layer in base.model.layers)
+    assert (trainer.runner.token_budget, trainer.runner.engine.head_chunk) == (2048, 256)
+    trainer.train()
+    assert trainer.rollouts.generator._sampler.bytes() < 64
+
+
+def test_balanced_keeps_the_samplers_memory(tmp_path):
+    trainer = build(load_config(write_online(tmp_path, write_model(tmp_path / "model"))), trains=True)
+    trainer.train()
+    assert trainer.rollouts.generator._sampler.bytes() > 1024
+
+
+def test_fast_keeps_activations_on_a_cpu_as_far_as_memory_reaches():
+    model = tiny("llama", num_hidden_layers=4).train()
+    enable_checkpointing(model, keep=0.5)
+    budget = model.__dict__["_activation_budget"]
+    of_layer = 2 * layer_bytes(model.config)  # float32
+    assert budget.bytes_for_token == of_layer
+    budget.choose_kept_layers(100)
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    budget.budget = 3 * of_layer * 100
+    budget.choose_kept_layers(100)
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, True, True, False]
