@@ -193,8 +193,11 @@ def test_a_shared_token_has_one_record():
     assert torch.equal(shared[:prompt], torch.from_numpy(first.routes[:prompt]))
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("llama", "no mixture"), ("deepseek_v3", "top-k"), ("glm4_moe", "top-k")])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("llama", "no mixture"), ("deepseek_v3", "top-k"), ("glm4_moe", "top-k"), ("llama4_text", "top-k")],
+)
 def test_models_whose_choices_are_not_recorded_are_refused(kind, reason):
-    model = tiny(kind)
+    model = tiny(kind, **({"moe_layers": [1]} if kind == "llama4_text" else {}))
     with pytest.raises(UserError, match=rf"routing_replay: .*{reason}"):
         install_routing(model)
