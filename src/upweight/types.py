@@ -251,6 +251,7 @@ class Completion:
     demonstration: bool = False  # the data's, in place of one that the policy would have sampled
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
+    images: tuple[ImageRef, ...] | None = None  # of prompt and completion, in order; None: the row's
     # [tokens, L, A]: the experts that the sampler chose, from the first token of the prompt on; -1: not known.
     routes: NDArray[np.int16] | None = field(default=None, compare=False)
 

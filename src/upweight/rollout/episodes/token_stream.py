@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upweight.data.raw_row import common_start
-from upweight.types import Completion, Group
+from upweight.types import Completion, Group, ImageRef
+
+Images = tuple[ImageRef, ...] | None
 
 
 @dataclass
@@ -19,12 +21,13 @@ class Segment:
     sampled: list[bool]
     logps: list[float]  # NaN where the sampler's is not known
     versions: list[int | None]
+    images: Images = None  # None: those of the prompt's row
     routes: NDArray[np.int16] | None = None  # the experts of all tokens up to the last turn, -1 where not known
 
     @staticmethod
-    def of(prompt: Sequence[int]) -> "Segment":
+    def of(prompt: Sequence[int], images: Images = None) -> "Segment":
         count = len(prompt)
-        return Segment(list(prompt), [False] * count, [0.0] * count, [None] * count)
+        return Segment(list(prompt), [False] * count, [0.0] * count, [None] * count, images)
 
     @property
     def prompt_length(self) -> int:
@@ -51,7 +54,8 @@ class Segment:
         versions = [oldest if version is None else version for version in self.versions[start:stop]]
         ids, logps, sampled = self.ids[start:stop], self.logps[start:stop], self.sampled[start:stop]
         known = [] if any(map(math.isnan, logps)) else logps
-        return Completion(ids, known, versions, finished, sampled, routes=self._routes(start + len(ids)))
+        routes = self._routes(start + len(ids))
+        return Completion(ids, known, versions, finished, sampled, images=self.images, routes=routes)
 
     def _routes(self, length: int) -> NDArray[np.int16] | None:
         """Return the experts of so many tokens, those after the last turn being unknown."""
@@ -64,14 +68,19 @@ class Segment:
 class TokenStream:
     """The segments of one rollout. The last one grows; each restart of the history ends the one before it."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], images: Images = None) -> None:
         self.prompt = prompt
-        self.segments = [Segment.of(prompt)]
+        self.segments = [Segment.of(prompt, images)]
 
     @property
     def ids(self) -> list[int]:
         """The tokens that the next turn continues."""
         return self.segments[-1].ids
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images that these tokens hold."""
+        return self.segments[-1].images or ()
 
     @property
     def length(self) -> int:
@@ -84,13 +93,15 @@ class TokenStream:
         if turn.routes is not None:
             self.segments[-1].take_routes(turn.routes)
 
-    def append_observation(self, ids: Sequence[int]) -> None:
+    def append_observation(self, ids: Sequence[int], images: tuple[ImageRef, ...] = ()) -> None:
         """Append what the policy reads between two of its turns."""
-        self.segments[-1].append(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
+        last = self.segments[-1]
+        last.append(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
+        last.images = last.images if last.images is None else last.images + images
 
-    def restart(self, prompt: Sequence[int]) -> None:
+    def restart(self, prompt: Sequence[int], images: Images = None) -> None:
         """Begin a new segment with a history that the chat template rendered differently."""
-        self.segments.append(Segment.of(prompt))
+        self.segments.append(Segment.of(prompt, images))
 
 
 def shared_prompt(streams: Sequence[TokenStream]) -> list[int]:
