@@ -246,6 +246,7 @@ class Completion:
     demonstration: bool = False  # the data's, in place of one that the policy would have sampled
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
+    images: tuple[ImageRef, ...] | None = None  # of prompt and completion, in order; None: the row's
 
     @property
     def completion_ids(self) -> list[int]:

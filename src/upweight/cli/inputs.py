@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, load_config, parse_config
-from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, suffix, without_end
+from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, without_end
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
+from upweight.data.sources.lookup import cannot_be_on_hub, existing, file_suffix
 from upweight.errors import UserError
 from upweight.log import warn_once
 
@@ -75,12 +76,11 @@ def check_lengths(config: Config) -> None:
     """Refuse a stream from a local folder whose files do not say how many rows they have; warn of one on the hub."""
     for stage in config.stages or (config,):
         for row in without_end(stage):
-            path = Path(row.path or "").expanduser()
-            here = next((place for place in (path, stage.folder / path) if place.exists()), None)
-            if row.path and here is None and not path.suffix and not row.path.startswith((".", "/", "~")):
+            here = existing(row.path, stage.folder)
+            if row.path and here is None and not cannot_be_on_hub(row.path):
                 warn_once(f"{UNKNOWN_LENGTH} ({row.path} is not here; a stream of the hub has no known length)")
-            files = [file for file in here.rglob("*") if file.is_file()] if row.path and here and here.is_dir() else []
-            if files and not any(suffix(file.name) == f".{COUNTED}" for file in files):
+            files = [file for file in here.rglob("*") if file.is_file()] if here and here.is_dir() else []
+            if files and not any(file_suffix(file) == f".{COUNTED}" for file in files):
                 raise UserError(UNKNOWN_LENGTH)
 
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from upweight.types import Completion, Group
+from upweight.data.images import image_column, image_refs
+from upweight.types import Completion, Group, ImageRef
 
 TOKEN_COLUMNS = (
     "prompt_ids",
@@ -73,15 +74,23 @@ def group_from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Group:
 
 
 def _completion_to_plain(completion: Completion) -> dict[str, Any]:
-    return {**vars(completion), "earlier": [_completion_to_plain(segment) for segment in completion.earlier]}
+    images = None if completion.images is None else image_column(completion.images)
+    earlier = [_completion_to_plain(segment) for segment in completion.earlier]
+    return {**vars(completion), "earlier": earlier, "images": images}
 
 
 def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
     earlier = [_completion_from_plain(segment) for segment in plain.get("earlier", ())]
-    fields = {**plain, "earlier": earlier}
+    images = None if plain.get("images") is None else image_refs(plain)
+    fields = {**plain, "earlier": earlier, "images": images}
     if "given" in fields:  # its name in older checkpoints
         fields["prompt_len"] = fields.pop("given")
     return Completion(**fields)
+
+
+def images_of(group: Group, completion: Completion) -> tuple[ImageRef, ...]:
+    """Return the images of a prompt with its completion."""
+    return image_refs(group.row) if completion.images is None else completion.images
 
 
 def content_of(completion: Completion, decode: Callable[[list[int]], str]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.models.memory import SAMPLER_SHARE, free_memory
+from upweight.models.memory import free_memory, sampler_bytes
 from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
@@ -56,18 +56,20 @@ class InProcess:
         cache_bytes: int | None = None,
         prefill_tokens: int = _PREFILL_TOKENS,
         compile: bool = False,
+        reserved: int = 0,
     ) -> None:
         """`model`: the unwrapped model, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
 
-        `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is half of the
-        free memory on a GPU. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
+        `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is a share of the
+        free memory on a GPU, less the bytes that are `reserved` for training. `compile` fuses the layers' kernels on a
+        GPU, which takes some seconds at first.
         """
         self._model, self._base = model, unwrap_peft(model)
         self._tokenizer = tokenizer
         self._engine = engine or Engine(model)
         self._ends = frozenset(end_ids) if end_ids is not None else eos_token_ids(self._base, tokenizer)
         self._device = torch.device(device) if device is not None else self._base.device
-        self._cache_bytes = cache_bytes
+        self._cache_bytes, self._reserved = cache_bytes, reserved
         self._version, self.compile = 0, compile
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
         self._checked: set[bool] = set()  # without images, with images
@@ -146,6 +148,11 @@ class InProcess:
         return self._sampler.compile_seconds
 
     @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self._engine.images is not None
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether a prompt is forwarded once for all its completions."""
         return self._strategy == Strategy.SHARED_PREFIX
@@ -221,7 +228,7 @@ class InProcess:
             return self._cache_bytes
         if self._device.type != "cuda":
             return _CACHE_ON_CPU
-        return int(SAMPLER_SHARE * (free_memory(self._device) + self._sampler.bytes()))
+        return sampler_bytes(free_memory(self._device) + self._sampler.bytes(), self._reserved)
 
 
 def _uniform_numbers(prompts: int, count: int, sampling: Sampling) -> Tensor:

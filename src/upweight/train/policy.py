@@ -25,7 +25,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
-from upweight.models.memory import FORWARD_SHARE, activation_bytes, free_memory, training_bytes
+from upweight.models.memory import FORWARD_SHARE, Savings, TokenBytes, free_memory, training_bytes
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
@@ -60,6 +60,7 @@ class Policy:
     tokenizer: Any = None  # None where rows are tokenized already
     offload_reference: bool = False
     sharding: Sharding = "none"
+    reserved: int = 0  # bytes that the first step will allocate for gradients and the optimizer
     router_coefficient: float = 0.0  # of the load-balancing loss of a mixture of experts
 
     @property
@@ -211,6 +212,7 @@ def make_policy(
         sharding=sharding,
         teachers=teachers,
         router_coefficient=coefficient,
+        reserved=reserved,
         **references,
     )
 
@@ -229,8 +231,8 @@ def token_budget(config: PreTrainedConfig, device: torch.device, optim: OptimSec
         return CPU_TOKEN_BUDGET
     free = free_memory(device) - reserved
     keep = optim.checkpointing_args.get("keep")  # rows are then as large as all their activations fit
-    share, checkpointing = (FORWARD_SHARE, optim.gradient_checkpointing) if keep is None else (keep, False)
-    tokens = int(share * free / activation_bytes(config, checkpointing=checkpointing))
+    share, savings = (FORWARD_SHARE, Savings.by(optim)) if keep is None else (keep, Savings())
+    tokens = int(share * free / TokenBytes.of(config).peak(savings))
     return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)
 
 
@@ -254,14 +256,8 @@ def _reference(
     return make_reference(kind, model, dtype, synced=synced, offload=offload, separate_model=separate)
 
 
-def refuse_with_images(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> None:
-    """Raise for settings with which images are not trained on."""
-    problems = list(_image_problems(config, model, ranks, sharding, acts=acts))
-    if problems:
-        raise UserError("\n".join(problems))
-
-
-def _image_problems(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> Iterator[str]:
+def image_problems(config: Config, model: Model, ranks: int, sharding: Sharding) -> Iterator[str]:
+    """Yield what is wrong with settings with which images are not trained on."""
     if sharding != "none":
         yield "fsdp, deepspeed: rows with images need whole weights on each rank; leave it out."
     if config.sharding.context_parallel_size > 1:
@@ -272,10 +268,8 @@ def _image_problems(config: Config, model: Model, ranks: int, sharding: Sharding
         yield "activation_offloading: it does not cover rows with images; leave it out."
     if config.method.online and config.rollout.use_vllm:
         yield "trl.use_vllm: images are not sent to vLLM yet; leave it out to sample in this process."
-    if config.method.online and (config.rollout.rollout_backend or config.rollout.rollout_func):
-        yield "trl.rollout_func, trl.rollout_backend: code of yours gets no images; leave it out."
-    if acts:
-        yield "environment: episodes with tools or environments have no images yet; leave it out."
+    if config.method.online and config.rollout.rollout_backend:
+        yield "trl.rollout_backend: a backend of yours gets no images; leave it out, or write a trl.rollout_func."
     base = unwrap_peft(model)
     weights = [weight for name in vision_module_names(base) for weight in base.get_submodule(name).parameters()]
     if ranks > 1 and any(weight.requires_grad for weight in weights):

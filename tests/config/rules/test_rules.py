@@ -411,6 +411,22 @@ def test_a_stream_whose_files_do_not_say_their_length_needs_steps(entry):
 
 
 @pytest.mark.parametrize(
+    ("keys", "entry"),
+    [
+        ({}, {"type": "completion"}),
+        ({}, {"type": "pretrain", "max_samples": 9}),
+        ({}, {"filter": "mine.good"}),
+        ({}, {"type": "mine.transform"}),
+        ({"rl": "kto"}, {}),
+    ],
+)
+def test_a_stream_whose_rows_become_more_or_fewer_needs_steps(keys, entry):
+    content = {**WHOLE, "streaming": True, "datasets": [{"path": "d.parquet", **entry}], **keys}
+    assert error(content) == feeds.UNKNOWN_LENGTH
+    parse_config({**content, "max_steps": 3}, folder=Path())
+
+
+@pytest.mark.parametrize(
     "entry", [{"path": "d.parquet"}, {"path": "d"}, {"path": "d", "ds_type": "parquet"}, {"data_files": "d/*.parquet"}]
 )
 def test_a_stream_whose_files_may_say_their_length_needs_none(entry):

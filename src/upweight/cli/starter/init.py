@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upweight.cli.starter import rewards
-from upweight.cli.starter.pictures import picture
+from upweight.cli.starter.pictures import FOLDER as PICTURES
+from upweight.cli.starter.pictures import name_of, picture, picture_rows
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
 from upweight.files import packaged_yaml
 
 GYM_SERVER = "example_session_state_mgmt"  # comes with the Gym
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PICTURES = "pictures"  # folder of a starter with images
 FOLDER = Path(__file__).parent
 TEXTS = packaged_yaml(FOLDER / "starters.yaml")
 PARTS: dict[str, str] = TEXTS["parts"]
@@ -56,7 +56,7 @@ def run(method: str | None, folder: Path | None) -> None:
 def write_starter(method: str, folder: Path) -> Path:
     """Write the files of a starter; one that is there already is never written over."""
     files = starter_files(method)
-    drawn = {f"{PICTURES}/{number:02d}.png": picture(number) for number in range(_pictures_of(files))}
+    drawn = {name_of(number): picture(number) for number in range(_pictures_of(files))}
     there = [name for name in (*files, *drawn) if (folder / name).exists()]
     if there:
         raise UserError(f"{folder}: {', '.join(there)} would be written over. Name another folder.")
@@ -82,7 +82,10 @@ def starter_files(method: str) -> dict[str, str]:
         hint = f"{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
         raise UserError(f"there is no starter '{method}'.{hint}")
     config, data = starter.config(), f"{starter.rows}.jsonl"
-    rows = (FOLDER / "rows" / data).read_text(encoding="utf-8")
+    if method.startswith("vlm-"):
+        rows = picture_rows(rewarded="reward_funcs" in config)
+    else:
+        rows = (FOLDER / "rows" / data).read_text(encoding="utf-8")
     files = {"config.yaml": config, data: rows}
     about = {"config.yaml": "the run: model, data, method; every key has a comment", data: "a small sample of rows"}
     commands = {"upweight doctor config.yaml": "checks versions, memory, data and rewards"}
@@ -98,9 +101,7 @@ def starter_files(method: str) -> dict[str, str]:
         commands["upweight score out answers.jsonl"] = 'scores rows of {"prompt": ..., "completion": ...}'
     elif f'"{PICTURES}/' in rows:
         about[f"{PICTURES}/"] = "squares to be counted, one picture for each row"
-        commands[f'upweight inference out --prompt "How many squares?" --image {PICTURES}/00.png'] = (
-            "asks the trained model"
-        )
+        commands[f'upweight inference out --prompt "How many squares?" --image {name_of(0)}'] = "asks the model"
     else:
         commands["upweight inference out --chat"] = "talks to the trained model"
     readme = PARTS["readme"].format(

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upweight.data.raw_row import common_start
-from upweight.types import Completion, Group
+from upweight.types import Completion, Group, ImageRef
+
+Images = tuple[ImageRef, ...] | None
 
 
 @dataclass
@@ -16,11 +18,12 @@ class Segment:
     sampled: list[bool]
     logps: list[float]  # NaN where the sampler's is not known
     versions: list[int | None]
+    images: Images = None  # None: those of the prompt's row
 
     @staticmethod
-    def of(prompt: Sequence[int]) -> "Segment":
+    def of(prompt: Sequence[int], images: Images = None) -> "Segment":
         count = len(prompt)
-        return Segment(list(prompt), [False] * count, [0.0] * count, [None] * count)
+        return Segment(list(prompt), [False] * count, [0.0] * count, [None] * count, images)
 
     @property
     def prompt_length(self) -> int:
@@ -38,20 +41,26 @@ class Segment:
         oldest = min((version for version in self.versions if version is not None), default=0)
         versions = [oldest if version is None else version for version in self.versions[start:stop]]
         ids, logps, sampled = self.ids[start:stop], self.logps[start:stop], self.sampled[start:stop]
-        return Completion(ids, [] if any(map(math.isnan, logps)) else logps, versions, finished, sampled)
+        logps = [] if any(map(math.isnan, logps)) else logps
+        return Completion(ids, logps, versions, finished, sampled, images=self.images)
 
 
 class TokenStream:
     """The segments of one rollout. The last one grows; each restart of the history ends the one before it."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], images: Images = None) -> None:
         self.prompt = prompt
-        self.segments = [Segment.of(prompt)]
+        self.segments = [Segment.of(prompt, images)]
 
     @property
     def ids(self) -> list[int]:
         """The tokens that the next turn continues."""
         return self.segments[-1].ids
+
+    @property
+    def images(self) -> tuple[ImageRef, ...]:
+        """The images that these tokens hold."""
+        return self.segments[-1].images or ()
 
     @property
     def length(self) -> int:
@@ -62,13 +71,15 @@ class TokenStream:
         logps = turn.logps or [math.nan] * len(turn.ids)
         self.segments[-1].append(turn.ids, logps, turn.versions, sampled=True)
 
-    def append_observation(self, ids: Sequence[int]) -> None:
+    def append_observation(self, ids: Sequence[int], images: tuple[ImageRef, ...] = ()) -> None:
         """Append what the policy reads between two of its turns."""
-        self.segments[-1].append(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
+        last = self.segments[-1]
+        last.append(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
+        last.images = last.images if last.images is None else last.images + images
 
-    def restart(self, prompt: Sequence[int]) -> None:
+    def restart(self, prompt: Sequence[int], images: Images = None) -> None:
         """Begin a new segment with a history that the chat template rendered differently."""
-        self.segments.append(Segment.of(prompt))
+        self.segments.append(Segment.of(prompt, images))
 
 
 def shared_prompt(streams: Sequence[TokenStream]) -> list[int]:

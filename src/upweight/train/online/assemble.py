@@ -40,7 +40,7 @@ from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
-from upweight.train.policy import Policy
+from upweight.train.policy import Policy, image_problems
 from upweight.types import ChecksSampling, Compiles, Generator
 from upweight.user_modules import load_function
 
@@ -128,7 +128,7 @@ def build_rollouts(
         plan=plan,
         rows=rows,
         order=order,
-        completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
+        completion_source=_completion_source(config, policy, function, generator, env_setup, feature_matching),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
@@ -190,7 +190,8 @@ def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[Pr
     return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
 
 
-def _completion_source(
+def _completion_source(  # noqa: PLR0917
+    config: Config,
     policy: Policy,
     function: Callable[..., Any] | None,
     generator: Generator | None,
@@ -204,7 +205,11 @@ def _completion_source(
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
     alone = env_setup is None
-    source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
+    source: CompletionSource = SingleTurn(generator)
+    if not alone:
+        problem = next(image_problems(config, model, PartialState().num_processes, policy.sharding), None)
+        options = {"folder": config.folder, "image_problem": problem}
+        source = env_setup.completion_source(model, tokenizer, generator, **options)
     share = policy.method.demonstration_share
     writer = TeacherSampler(policy) if policy.method.teacher_writes else None
     return WithDemonstrations(source, share, writer) if share else source
