@@ -8,6 +8,7 @@ from pathlib import Path
 from upweight.cli.starter import rewards
 from upweight.cli.starter.pictures import FOLDER as PICTURES
 from upweight.cli.starter.pictures import name_of, picture, picture_rows
+from upweight.config.peers import method_advice
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
 from upweight.files import packaged_yaml
@@ -78,8 +79,10 @@ def _pictures_of(files: Mapping[str, str]) -> int:
 def starter_files(method: str) -> dict[str, str]:
     """Return names and texts of a starter's files."""
     starter = STARTERS.get(method)
+    if starter is None and Path(method).is_file():
+        raise UserError(f"{method}: is a file; `upweight new {method}` writes a config for your own rows.")
     if starter is None:
-        hint = f"{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
+        hint = f"{method_advice(method) or did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
         raise UserError(f"there is no starter '{method}'.{hint}")
     config, data = starter.config(), f"{starter.rows}.jsonl"
     if method.startswith("vlm-"):
