@@ -10,6 +10,7 @@ Tensor names end in their axes:
     C  classes of a score head                           2  (chosen, rejected)
     K  tokens that a teacher lists                       E  hidden width of a teacher
     L  layers with a router                              X  experts of a layer
+    A  experts that a router chooses for a token
 """
 
 import dataclasses
@@ -49,7 +50,8 @@ class Sample:
     share: float = 1.0  # share of its completion's scored tokens, where a completion is several sequences
     # One entry for each True in `loss_mask`, in order.
     old_logps: NDArray[np.float32] | None = None
-    sampler_logps: NDArray[np.float32] | None = None
+    sampler_logps: NDArray[np.float32] | None = None  # where the loss weighs tokens by them
+    drawn_logps: NDArray[np.float32] | None = None  # the same, wherever the sampler reports them: their gap is logged
     ref_logps: NDArray[np.float32] | None = None
     versions: NDArray[np.float32] | None = None  # policy version that sampled each token
     lag: NDArray[np.float32] | None = None  # optimizer steps since then
@@ -57,6 +59,7 @@ class Sample:
     teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
     images: tuple[ImageRef, ...] = ()  # in the order of their placeholder tokens
+    routes: NDArray[np.int16] | None = None  # [tokens, L, A]: the experts that the sampler chose, -1: not known
 
     @property
     def has_advantage(self) -> bool:
@@ -118,6 +121,7 @@ class Batch:
     share_S: Tensor | None = None  # Sample.share; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
+    drawn_logps_T: Tensor | None = None  # the same, also where the loss does not use them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
     version_T: Tensor | None = None  # Sample.versions
     lag_T: Tensor | None = None  # Sample.lag
@@ -128,6 +132,7 @@ class Batch:
     # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
     weight_BN: Tensor | None = None
     images: BatchImages | None = None
+    routes_NLA: Tensor | None = None  # the experts that the sampler chose for all tokens, -1 where routers choose
 
     def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
@@ -164,6 +169,8 @@ class Outputs:
     router_load_LX: Tensor | None = None  # how often an expert is chosen
     router_prob_LX: Tensor | None = None  # its probabilities
     router_entropy_L: Tensor | None = None  # of the routers' distributions
+    # Over tokens with `routes_NLA`: choices that routers would change, tokens with other experts, choices, tokens.
+    router_changes_4: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +252,8 @@ class Completion:
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
     images: tuple[ImageRef, ...] | None = None  # of prompt and completion, in order; None: the row's
+    # [tokens, L, A]: the experts that the sampler chose, from the first token of the prompt on; -1: not known.
+    routes: NDArray[np.int16] | None = field(default=None, compare=False)
 
     @property
     def completion_ids(self) -> list[int]:

@@ -1,28 +1,92 @@
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen2Config
 
 from made_runs import write_config, write_model, write_online
 from upweight.cli.fits import run
+from upweight.config import load_config
 from upweight.errors import UserError
+from upweight.models.memory import GIB
+from upweight.models.memory_plan import plan_memory
+
+TEXTS = [{"path": "texts.jsonl", "type": "completion"}]
+
+
+def printed(capsys):
+    """The first line, the rows of the table by what is trained and the mode, and the answer."""
+    about, headings, *rows, answer = capsys.readouterr().out.splitlines()
+    names = headings.split()
+    cells = [dict(zip(names, row.replace("* ", "").split(), strict=True)) for row in rows]
+    return about, {(row["trained"], row["memory"]): row for row in cells}, answer
 
 
 def test_a_table_that_marks_the_configs_own_way(tmp_path, capsys):
-    config = write_config(tmp_path, write_model(tmp_path / "model"), adapter="lora", gradient_checkpointing=True)
+    config = write_config(tmp_path, write_model(tmp_path / "model"), adapter="lora", memory="lean")
     run(config, [], memory=24)
-    about, headings, *rows = capsys.readouterr().out.splitlines()
+    about, headings, *rows, answer = capsys.readouterr().out.splitlines()
     assert "dpo, 512 tokens, 2 in a row; GiB of 24" in about
-    assert headings.split()[:2] == ["trained", "recompute"]
-    assert len(rows) == 6
-    assert [row.split()[1:3] for row in rows if "*" in row] == [["lora", "yes"]]
-    run(config, [], memory=1)
-    assert all(row.split()[-2] == "no" for row in capsys.readouterr().out.splitlines()[2:])
+    assert headings.split()[:2] == ["trained", "memory"]
+    assert len(rows) == 9
+    assert [row.split()[1:3] for row in rows if "*" in row] == [["lora", "lean"]]
+    assert answer.startswith("this config fits ('memory: lean'): about ")
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    """A model of 7.6 billion weights, without any."""
+    folder = tmp_path_factory.mktemp("seven")
+    sizes = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    Qwen2Config(vocab_size=151_936, num_key_value_heads=4, architectures=["Qwen2ForCausalLM"], **sizes).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("gib", "keys", "said"),
+    [
+        (80, {"adapter": "lora"}, "this config fits ('memory: balanced')"),
+        (24, {"adapter": "lora", "sequence_len": 4096}, "Set 'memory: fast' (which sets gradient_checkpointing"),
+        (24, {"adapter": "lora", "sequence_len": 15_000}, "Set 'memory: lean' (which sets gradient_checkpointing"),
+        (24, {"adapter": "lora", "memory": "lean", "sequence_len": 4096}, "this config fits ('memory: lean')"),
+        (16, {"adapter": "lora"}, "Set 'adapter: qlora' with 'load_in_4bit: true'"),
+        (12, {"sequence_len": 12_000}, "Set 'adapter: qlora' with 'load_in_4bit: true' and 'memory: lean'"),
+        (8, {"sequence_len": 65_536}, "tokens and 'adapter: qlora' with 'load_in_4bit: true' and 'memory: lean'"),
+        (4, {}, "Take a smaller model, or 'fsdp: true'"),
+    ],
+)
+def test_the_answer_names_the_mode_and_the_keys(seven, tmp_path, capsys, gib, keys, said):  # noqa: PLR0917
+    run(write_config(tmp_path, seven, rl=None, datasets=TEXTS, **keys), [], memory=gib)
+    _, _, answer = printed(capsys)
+    assert said in answer
+
+
+def test_what_a_sampler_holds_is_part_of_the_plan(seven, tmp_path, capsys):
+    config = write_online(tmp_path, seven, adapter="lora", batch_size=None, micro_batch_size=64)
+    overrides = ["trl.max_completion_length=4096", "trl.num_generations=8"]
+    run(config, overrides, memory=80)
+    about, rows, _ = printed(capsys)
+    assert "4608 tokens" in about
+    balanced, lean = rows["lora", "balanced"], rows["lora", "lean"]
+    # 64 completions and 8 prompts of 4,608 tokens, 28 layers of 4 heads of 128, keys and values of two bytes
+    assert float(balanced["sampler"]) == pytest.approx(72 * 4608 * 28 * 4 * 128 * 4 / 2**30, abs=0.06)
+    assert float(lean["sampler"]) == 0
+    assert int(lean["longest"]) > 2 * int(balanced["longest"])
+    run(config, [*overrides, "trl.use_vllm=true"], memory=80)
+    assert float(printed(capsys)[1]["lora", "balanced"]["sampler"]) == 0
+
+
+def test_doctor_and_run_plan_what_fits_prints(seven, tmp_path, capsys):
+    config = write_config(tmp_path, seven, rl=None, datasets=TEXTS, adapter="lora", memory="lean")
+    run(config, [], memory=24)
+    shown = float(printed(capsys)[1]["lora", "lean"]["total"])
+    assert plan_memory(load_config(config), 24 * GIB).need.total / GIB == pytest.approx(shown, abs=0.06)
 
 
 def beside_a_lora(capsys):
     """The first line, and the GiB that a LoRA's training takes beside weights and activations."""
-    about, _, *rows = capsys.readouterr().out.splitlines()
-    return about, float(next(row for row in rows if row.split()[0] == "lora").split()[3])
+    about, rows, _ = printed(capsys)
+    return about, float(rows["lora", "balanced"]["training"])
 
 
 def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
@@ -45,3 +109,18 @@ def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
 def test_without_a_gpu_the_memory_has_to_be_said(tmp_path):
     with pytest.raises(UserError, match="--memory 24"):
         run(write_config(tmp_path, tmp_path), [], memory=None)
+
+
+def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
+    run(str(seven), ["trl.max_completion_length=300"], memory=80, method="grpo")
+    about, _, answer = printed(capsys)
+    assert "7.61 billion weights, grpo, 812 tokens" in about
+    assert answer.startswith("this config fits")
+    run(str(seven), [], memory=16)
+    about, _, answer = printed(capsys)
+    assert ", sft, " in about
+    assert "Set 'adapter: qlora' with 'load_in_4bit: true'" in answer
+    with pytest.raises(UserError, match="--method: the config chooses the method"):
+        run(write_config(tmp_path, seven), [], memory=24, method="dpo")
+    with pytest.raises(UserError, match="PPO needs a value model"):
+        run(str(seven), [], memory=24, method="ppo")

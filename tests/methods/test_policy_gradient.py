@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from made_batches import flat, made_batch, made_outputs, metrics_of, sigma, tensor, total_loss
-from upweight.methods import GDPO, GRPO
+from upweight.methods import GDPO, GRPO, RLOO
 from upweight.methods.formulas.policy_losses import quantile
 from upweight.types import Sample
 
@@ -122,6 +122,14 @@ def test_tokens_are_weighed_by_trainer_over_sampler(mode, floor):
     expected = (first * -2.4 + second * -1.8 + third * 0.8) / 3
     settings = {"sampler_correction_mode": mode, "sampler_correction_floor": floor, "loss_type": "bnpo"}
     assert loss({"sampler_logps_T": flat(SAMPLER)}, **settings) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", [GRPO(), GRPO(sampler_correction=False), RLOO(beta=0.0)])
+def test_the_gap_to_the_sampler_is_logged_and_changes_no_loss(method):
+    drawn = batch(drawn_logps_T=flat(SAMPLER))
+    assert total_loss(method, made_outputs(LOGPS), drawn) == total_loss(method, made_outputs(LOGPS), batch())
+    gap = metrics_of(method, made_outputs(LOGPS), drawn)["sampling/logp_gap"]
+    assert gap == pytest.approx((log(4.0) + log(2.0)) / 3)  # an unknown log-prob counts as 0
 
 
 def test_the_unset_correction_follows_the_level_of_the_ratio():

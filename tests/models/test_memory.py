@@ -7,12 +7,15 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.models.memory import (
     GIB,
     Savings,
-    activation_bytes,
+    TokenBytes,
     adapter_parameters,
     estimate,
+    free_memory,
     longest,
     optimizer_bytes,
+    sampler_bytes,
     shape_of,
+    total_memory,
 )
 
 RECOMPUTED = Savings(recompute=True)
@@ -76,8 +79,37 @@ def test_the_longest_sequence_fits_and_one_more_half_does_not(qwen):
 
 
 def test_a_token_of_a_mixture_takes_memory_for_each_of_its_experts():
-    one, two = (
-        activation_bytes(tiny("qwen3_moe", num_experts_per_tok=count).config, checkpointing=False) for count in (1, 2)
-    )
+    one, two = (TokenBytes.of(tiny("qwen3_moe", num_experts_per_tok=count).config).peak(Savings()) for count in (1, 2))
     layers, width, inner = 3, 32, 16
     assert two - one == pytest.approx(2 * layers * (6 * inner + 4 * width), rel=0.05)
+
+
+def test_a_reference_in_host_memory_and_a_smaller_head_are_counted(qwen):
+    usual = need(qwen, "all", reference=True)
+    away = need(qwen, "all", reference=True, savings=Savings(recompute=True, offload_reference=True))
+    assert usual.training - away.training == 2 * qwen.parameters
+    lean = need(qwen, "lora", tokens=256, savings=Savings(recompute=True, offload_activations=True, head_chunk=256))
+    assert lean.activations == 256 * 151_936 * 2 * 4
+    long = Savings(recompute=True, offload_activations=True)
+    assert need(qwen, "lora", savings=long).activations < 0.75 * need(qwen, "lora").activations
+
+
+@pytest.mark.gpu
+def test_a_limit_of_the_process_is_the_memory_that_there_is():
+    device = torch.device("cuda", 0)
+    whole = total_memory(device)
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.25, device)
+        assert total_memory(device) == pytest.approx(whole / 4, rel=0.01)
+        held = torch.empty(whole // 8, dtype=torch.uint8, device=device)
+        assert free_memory(device) <= whole / 8 + 2**20
+        del held
+        assert free_memory(device) == pytest.approx(whole / 4, rel=0.02)  # what is held unused counts as free
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_the_sampler_leaves_what_the_first_step_will_take():
+    assert sampler_bytes(100, reserved=40) == 30
+    assert sampler_bytes(10, reserved=40) == 0
+    assert 0 < free_memory(torch.device("cpu")) <= total_memory(torch.device("cpu"))

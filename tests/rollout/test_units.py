@@ -38,7 +38,7 @@ def test_what_an_environment_wrote_is_not_scored():
     turn = Completion([1, 2, 3, 4], [-1.0, -2.0, 0.0, -4.0], [0] * 4, finished=True, sampled=[True, True, False, True])
     sample = units(group(turn), sampler_logps=True)[0].samples[0]
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
-    assert sample.sampler_logps.tolist() == [-1.0, -2.0, -4.0]
+    assert sample.sampler_logps.tolist() == sample.drawn_logps.tolist() == [-1.0, -2.0, -4.0]
 
 
 def test_a_truncated_completion_may_be_left_out():

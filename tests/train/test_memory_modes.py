@@ -8,7 +8,7 @@ from made_runs import upweight, write_config, write_model, write_online
 from tiny_models import tiny
 from upweight.config import load_config
 from upweight.engine.activations import enable_checkpointing
-from upweight.models.memory import layer_bytes
+from upweight.models.memory import TokenBytes
 from upweight.models.modules import unwrap_peft
 from upweight.train.run import build
 
@@ -72,7 +72,7 @@ def test_fast_keeps_activations_on_a_cpu_as_far_as_memory_reaches():
     model = tiny("llama", num_hidden_layers=4).train()
     enable_checkpointing(model, keep=0.5)
     budget = model.__dict__["_activation_budget"]
-    of_layer = 2 * layer_bytes(model.config)  # float32
+    of_layer = 2 * TokenBytes.of(model.config).layer  # float32
     assert budget.bytes_for_token == of_layer
     budget.choose_kept_layers(100)
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)

@@ -1,65 +1,99 @@
-"""`upweight fits`: which ways of training a config's model fit on a card."""
+"""`upweight fits`: which ways of training a config's model fit on a card, and what to change."""
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from upweight.cli.inputs import read_config
-from upweight.config import Config
+from upweight.config import Config, parse_config
+from upweight.config.resolve import memory_settings
+from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
-from upweight.models.memory import (
-    GIB,
-    USABLE_SHARE,
-    Savings,
-    TrainedWeights,
-    estimate,
-    keeps_start,
-    longest,
-    shape_of,
-    teacher_bytes,
-    total_memory,
-)
+from upweight.models.memory import GIB, TrainedWeights, total_memory
+from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row_tokens, trained_weights
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
-HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
+MODES = ("fast", "balanced", "lean")
+HEADINGS = ("trained", "memory", "weights", "training", "activations", "sampler", "total", "fits", "longest")
+ADAPTER_KEYS = {"all": "no 'adapter'", "lora": "'adapter: lora'", "qlora": "'adapter: qlora' with 'load_in_4bit: true'"}
+SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
+# How a method is chosen that `rl` does not name.
+CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
+Way = tuple[TrainedWeights, str]  # which weights, in which mode
 
 
-def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
-    """Print one line for each way of training: GiB by part, whether it fits, and the longest sequence that fits."""
-    config = read_config(path, overrides)
+def run(target: str | Path, overrides: list[str], *, memory: float | None, method: str | None = None) -> None:
+    """Print one line for each way of training, and whether the config fits or what to change."""
+    config = _config_of(target, overrides, method)
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
-    print("\n".join(table(config, memory * GIB)))
+    modes = {mode: _config_of(target, [*overrides, f"memory={mode}"], method) for mode in MODES}
+    print("\n".join(report(config, modes, memory * GIB)))
 
 
-def table(config: Config, card: float) -> list[str]:
-    """Return the estimates as lines; the config's setting is marked."""
-    shape = shape_of(config.model, config.method.head)
-    sequences = 2 if config.method.data == "pairs" else 1
-    sharing = config.sharding.context_parallel_size
-    tokens = -(-config.data.sequence_len * sequences // sharing)
-    configured = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
-    teachers = teacher_bytes(config)
-    need_of = partial(
-        estimate, shape, adapter=config.adapter, optimizer=config.optim.optimizer, reference=keeps_start(config),
-        tokens=tokens, teachers=teachers,
-    )  # fmt: skip
+def _config_of(target: str | Path, overrides: list[str], method: str | None) -> Config:
+    """Return the config in a file, or that of a model alone, which a LoRA trains by a method."""
+    path = Path(target).expanduser()
+    if (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml"):
+        if method is not None:
+            raise UserError("--method: the config chooses the method; leave it out, or set it: rl=NAME")
+        return read_config(path, overrides)
+    chosen = CHOSEN.get(method or "sft", {"rl": method})
+    content = {"base_model": str(target), "adapter": "lora", "lora_target_linear": True, **chosen}
+    return parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
+
+
+def report(config: Config, modes: dict[str, Config], card: float) -> list[str]:
+    """Return the estimates as lines, the config's way marked, and the answer; `modes`: the config in each mode."""
+    model, configured = ModelNeeds.of(config), (trained_weights(config), config.optim.memory)
+    plans: dict[Way, MemoryPlan] = {
+        (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
+    }
     rows: list[tuple[str, ...]] = [HEADINGS]
-    for trained in TRAINED_KINDS:
-        for recompute in (False, True):
-            savings = replace(Savings.of(config), recompute=recompute)
-            need = need_of(trained, savings=savings)
-            parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
-            fits = "yes" if need.total <= USABLE_SHARE * card else "no"
-            most = longest(shape, need, card, savings=savings, sequences=sequences) * sharing
-            mark = "* " if (trained, recompute) == configured else ""
-            rows.append((mark + trained, "yes" if recompute else "no", *parts, fits, str(most)))
+    for (trained, mode), plan in plans.items():
+        need = plan.need
+        sizes = need.weights, need.training, need.activations, need.sampler, need.total
+        mark = "* " if (trained, mode) == configured else ""
+        cells = [f"{size / GIB:.1f}" for size in sizes]
+        rows.append((mark + trained, mode, *cells, "yes" if plan.fits else "no", str(plan.longest)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    what = f"{shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {config.data.sequence_len} tokens"
-    beside = f", teachers of {teachers / GIB:.1f} GiB" if teachers else ""
+    length, sequences = row_tokens(config)
+    what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
+    beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
     about = f"{what}{beside}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"
-    return [about, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [about, *table, answer(config, modes, plans)]
+
+
+def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:
+    """Say whether the config fits, else the smallest change with which it does."""
+    trained, mode = configured = trained_weights(config), config.optim.memory
+    mine = plans[configured]
+    if mine.fits:
+        size = f"about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
+        return f"this config fits ('memory: {mode}'): {size}, sequences of up to {mine.longest:,} tokens"
+    kinds = TRAINED_KINDS[TRAINED_KINDS.index(trained) :]
+    ways: list[Way] = [(kind, one) for kind in kinds for one in SMALLER[mode]]
+    size = f"it needs about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
+    for way in ways:
+        if plans[way].fits:
+            total = plans[way].need.total / GIB
+            return f"this config does not fit: {size}. Set {_changes(configured, way, modes)}: about {total:.1f} GiB"
+    best = max(ways, key=lambda way: plans[way].longest)
+    if not plans[best].longest:
+        return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
+    key = "trl.max_completion_length" if config.method.online_settings is not None else "sequence_len"
+    changes = _changes(configured, best, modes)
+    most = f"sequences of at most {plans[best].longest:,} tokens" + (f" and {changes}" if changes else "")
+    return f"this config does not fit: {size}. Set {most}: a shorter '{key}', or 'fsdp: true' over more GPUs"
+
+
+def _changes(configured: Way, way: Way, modes: dict[str, Config]) -> str:
+    """Return the keys that lead from one way of training to another."""
+    keys = [ADAPTER_KEYS[way[0]]] if way[0] != configured[0] else []
+    if way[1] != configured[1]:
+        chosen = ", ".join(memory_settings(modes[way[1]]))
+        keys.append(f"'memory: {way[1]}' (which sets {chosen})" if chosen else f"'memory: {way[1]}'")
+    return " and ".join(keys)

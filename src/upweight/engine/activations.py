@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
 from upweight.log import logger
-from upweight.models.memory import HALF_BYTES, KEPT_SHARE, USUAL_OPTIMIZER, free_memory, layer_bytes, training_bytes
+from upweight.models.memory import HALF_BYTES, KEPT_SHARE, USUAL_OPTIMIZER, TokenBytes, free_memory, training_bytes
 from upweight.models.modules import backbone_of, unwrap_peft
 
 MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
@@ -52,7 +52,7 @@ def activation_budget(base: nn.Module, optimizer: str, keep: float | None = None
     # Elsewhere an allocator cannot be asked what a layer keeps, and the estimate of shapes stands for it.
     text: Any = base.config.get_text_config() if isinstance(base, PreTrainedModel) else None
     width = next(iter(base.parameters())).element_size()
-    return ActivationBudget(layers, reserved, keep, layer_bytes(text) * width / HALF_BYTES)
+    return ActivationBudget(layers, reserved, keep, TokenBytes.of(text).layer * width / HALF_BYTES)
 
 
 def recompute_every_layer(base: nn.Module) -> None:

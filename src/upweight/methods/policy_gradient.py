@@ -321,13 +321,14 @@ class PolicyGradient(Section):
 
     def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the importance weight of each token for the mismatch of sampler and trainer, and its metrics."""
-        if batch.sampler_logps_T is None or self.sampler_correction is False:
-            return torch.ones_like(old_T), {}
         sampled_T = is_sampled(batch)[batch.sequence_T]
+        metrics = policy_losses.gap_metrics(old_T, batch, sampled_T)
+        if batch.sampler_logps_T is None or self.sampler_correction is False:
+            return torch.ones_like(old_T), metrics
         gap_T = policy_losses.sampler_gap(old_T, batch.sampler_logps_T)
         floor, cap = self.sampler_correction_floor, self.sampler_correction_cap
         correction_T = policy_losses.sampler_correction(gap_T, batch, self.correction_mode, floor, cap)
-        return correction_T, {
+        return correction_T, metrics | {
             "sampling/sampling_logp_difference/mean": Mean.over(gap_T.abs(), sampled_T),
             "sampling/sampling_logp_difference/max": Extreme.over(gap_T.abs(), sampled_T),
             "sampling/importance_sampling_ratio/min": Extreme.over(correction_T, sampled_T, sign=-1),

@@ -7,7 +7,7 @@ from pydantic import model_validator
 from upweight.lazy_torch import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
-from upweight.methods.formulas.policy_losses import clip_metrics, clipped
+from upweight.methods.formulas.policy_losses import clip_metrics, clipped, gap_metrics
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
 from upweight.settings import same_setting, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
@@ -121,6 +121,7 @@ class RLOO(Method):
         if batch.share_S is not None:
             loss_S = loss_S * batch.share_S
         metrics = clip_metrics(ratio_S, advantage_S, sampled_S, self.epsilon, high)
+        metrics |= gap_metrics(old_T, batch, sampled_T)
         metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
         if self.beta:
             metrics["kl"] = Mean.over(old_T - required(out.ref_logps_T), sampled_T)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
+from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.load import Head, config_with_head, model_class, teacher_source
@@ -28,7 +29,7 @@ FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
 LAYERS_IN_FLIGHT = 2  # inputs of layers that are on the device while the others are in host memory
 MIN_TOKEN_BUDGET = 256  # below which a step that ran out of memory is not tried again
 LESS_MEMORY = (  # remedies, the cheapest first
-    "'gradient_checkpointing: true'; 'activation_offloading: true'; a shorter 'sequence_len' or "
+    "'memory: lean', or of its keys 'gradient_checkpointing: true' alone; a shorter 'sequence_len' or "
     "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
     "GPUs; `upweight fits CONFIG` estimates each"
 )
@@ -46,10 +47,44 @@ class Savings:
     @classmethod
     def of(cls, config: Config) -> "Savings":
         """Return those that a config asks for."""
-        optim = config.optim
+        return cls.by(config.optim)
+
+    @classmethod
+    def by(cls, optim: OptimSection) -> "Savings":
+        """Return those of a config's section."""
         # With `keep` a layer is recomputed where its activations do not fit, so they need not.
         offload = optim.activation_offloading, optim.reference_offloading
         return cls(optim.gradient_checkpointing, *offload, optim.head_chunk)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """What one token takes in half precision, by what holds it."""
+
+    layers: int
+    layer: int  # all that one layer keeps for its backward
+    inputs: int  # of one layer
+    keys: int  # keys and values of all layers, in sampling
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "TokenBytes":
+        """Return those of a language model, from its sizes."""
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        if chosen := getattr(config, "num_experts_per_tok", None):  # each has its copy of the token, before and after
+            inner = getattr(config, "moe_intermediate_size", None) or wide
+            wide = chosen * inner + chosen * 2 * config.hidden_size // 3
+        layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None) or 1
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        keys = 2 * layers * width * (getattr(config, "num_key_value_heads", None) or heads)
+        kept = 20 * config.hidden_size + 6 * wide
+        return cls(layers, HALF_BYTES * kept, HALF_BYTES * config.hidden_size, HALF_BYTES * keys)
+
+    def peak(self, savings: Savings) -> int:
+        """Return the bytes of a token's activations at the peak of a step; recomputed, one layer's and all inputs."""
+        if not savings.recompute:
+            return self.layers * self.layer
+        saved = LAYERS_IN_FLIGHT if savings.offload_activations else self.layers
+        return saved * self.inputs + self.layer
 
 
 @dataclass(frozen=True)
@@ -60,17 +95,8 @@ class Shape:
     largest: int  # numbers in its largest weight
     linear: dict[str, int]  # inputs plus outputs, summed over the linear layers of a name
     linear_parameters: int
-    layers: int
-    input_bytes: int  # of a token, for one layer
-    layer_bytes: int  # of a token: all that one layer keeps for its backward
+    token: TokenBytes
     vocabulary: int
-
-    def token_bytes(self, savings: Savings) -> int:
-        """Return the bytes that a token's activations take at the peak of a step."""
-        if not savings.recompute:
-            return self.layers * self.layer_bytes
-        saved = LAYERS_IN_FLIGHT if savings.offload_activations else self.layers
-        return saved * self.input_bytes + self.layer_bytes
 
     def head_bytes(self, savings: Savings) -> int:
         """Return the bytes of the projections of one chunk and their gradients."""
@@ -85,10 +111,11 @@ class Memory:
     weights: float
     training: float  # masters, gradients, optimizer, the reference, teachers
     activations: float
+    sampler: float = 0.0  # keys and values that stay while training
 
     @property
     def total(self) -> float:
-        return self.weights + self.training + self.activations
+        return self.weights + self.training + self.activations + self.sampler
 
 
 def shape_of(section: ModelSection, head: Head) -> Shape:
@@ -106,23 +133,7 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
             inside += weight.numel()
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
-    inputs = HALF_BYTES * text.hidden_size
-    counts = sum(sizes), max(sizes), dict(linear), inside
-    return Shape(*counts, text.num_hidden_layers, inputs, layer_bytes(text), getattr(text, "vocab_size", 0))
-
-
-def layer_bytes(config: PreTrainedConfig) -> int:
-    """Return the bytes of a token that one layer keeps for its backward, in half precision."""
-    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if chosen := getattr(config, "num_experts_per_tok", None):  # each has its copy of the token, before and after
-        wide = chosen * (getattr(config, "moe_intermediate_size", None) or wide) + chosen * 2 * config.hidden_size // 3
-    return HALF_BYTES * (20 * config.hidden_size + 6 * wide)
-
-
-def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
-    """Return the bytes of a token's activations in half precision; with checkpointing, one layer's and all inputs."""
-    layers, kept = config.num_hidden_layers, layer_bytes(config)
-    return HALF_BYTES * layers * config.hidden_size + kept if checkpointing else layers * kept
+    return Shape(sum(sizes), max(sizes), dict(linear), inside, TokenBytes.of(text), getattr(text, "vocab_size", 0))
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
@@ -193,14 +204,22 @@ def estimate(
         training += 3 * SINGLE_BYTES * shape.largest
         beside += HALF_BYTES * shape.parameters if reference else 0
     away = savings.offload_reference
-    activations = max(tokens * shape.token_bytes(savings), shape.head_bytes(savings), beside if away else 0.0)
+    activations = max(tokens * shape.token.peak(savings), shape.head_bytes(savings), beside if away else 0.0)
     return Memory(weights, training + (0.0 if away else beside), activations)
 
 
 def longest(shape: Shape, memory: Memory, card: float, *, savings: Savings, sequences: int = 1) -> int:
     """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
-    free = USABLE_SHARE * card - memory.weights - memory.training
-    return max(int(free / shape.token_bytes(savings) / sequences), 0) if free > shape.head_bytes(savings) else 0
+    free = USABLE_SHARE * card - memory.weights - memory.training - memory.sampler
+    return max(int(free / shape.token.peak(savings) / sequences), 0) if free > shape.head_bytes(savings) else 0
+
+
+def sampler_bytes(free: float, reserved: float = 0.0) -> int:
+    """Return what keys and values of sampling in this process may take, of the bytes that are free at a rollout.
+
+    `reserved`: bytes that the first step will still allocate for gradients and the optimizer.
+    """
+    return max(int(SAMPLER_SHARE * (free - reserved)), 0)
 
 
 def free_memory(device: torch.device) -> int:
@@ -217,7 +236,8 @@ def free_memory(device: torch.device) -> int:
 def total_memory(device: torch.device) -> int:
     """Return the bytes of a device that this process may use."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return int(torch.cuda.mem_get_info(index)[1] * torch.cuda.get_per_process_memory_fraction(index))
     return torch.mps.recommended_max_memory() if device.type == "mps" else psutil.virtual_memory().total
 
 

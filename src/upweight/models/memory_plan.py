@@ -1,10 +1,12 @@
-"""The memory that a config's training is estimated to need, beside what the device has."""
+"""The one plan of a config's memory: what `fits`, the doctor and a run's start say that it needs and that is there."""
 
 from dataclasses import dataclass
 
 import torch
 
 from upweight.config import Config
+from upweight.config.resolve import generation_batch, group_size
+from upweight.config.sections.rollout import IN_PROCESS
 from upweight.models.load import compute_dtype
 from upweight.models.memory import (
     GIB,
@@ -12,13 +14,20 @@ from upweight.models.memory import (
     USABLE_SHARE,
     Memory,
     Savings,
+    Shape,
+    TrainedWeights,
     estimate,
     free_memory,
     keeps_start,
+    longest,
+    sampler_bytes,
     shape_of,
     teacher_bytes,
     total_memory,
 )
+
+USUAL_PROMPT = 512  # tokens, where no key bounds them
+MOST_SLOTS = 1024  # completions that are sampled at the same time
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class MemoryPlan:
     need: Memory
     available: float
     where: str
+    longest: int = 0  # tokens that a sequence may have at most
 
     @property
     def fits(self) -> bool:
@@ -35,33 +45,89 @@ class MemoryPlan:
 
     def line(self) -> str:
         """Say both in GiB, the need by its parts."""
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(self.need).items())
+        parts = ", ".join(
+            f"{name} {size / GIB:.1f}" for name, size in vars(self.need).items() if size or name != "sampler"
+        )
         room = f"{self.where} has {self.available / GIB:.1f} available"
         return f"about {self.need.total / GIB:.1f} GiB ({parts}); {room}"
 
 
-def plan_memory(config: Config) -> MemoryPlan:
-    """Estimate from the model's shape; compare with the GPU's memory, or with the host's where there is no GPU."""
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What the plans of a model share, whichever of its weights are trained."""
+
+    shape: Shape
+    teachers: float  # bytes of their weights
+
+    @classmethod
+    def of(cls, config: Config) -> "ModelNeeds":
+        """Read the sizes of a config's model and teachers."""
+        return cls(shape_of(config.model, config.method.head), teacher_bytes(config))
+
+
+def trained_weights(config: Config) -> TrainedWeights:
+    """Return which weights a config trains."""
+    adapter = config.adapter
+    if adapter.kind is None:
+        return "all"
+    return "qlora" if adapter.kind == "qlora" or adapter.load_in_4bit or adapter.load_in_8bit else "lora"
+
+
+def row_tokens(config: Config) -> tuple[int, int]:
+    """Return the tokens of the longest sequence that the settings allow, and how many share the smallest forward."""
     online = config.method.online_settings
-    # The tokens of the smallest possible forward: one row of the data at its longest.
-    tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
     if online is not None:
-        tokens = online.max_completion_length + (config.data.max_prompt_length or 512)
+        return online.max_completion_length + (config.data.max_prompt_length or USUAL_PROMPT), 1
+    return config.data.sequence_len, 2 if config.method.data == "pairs" else 1
+
+
+def plan_memory(
+    config: Config,
+    card: float | None = None,
+    trained: TrainedWeights | None = None,
+    model: ModelNeeds | None = None,
+) -> MemoryPlan:
+    """Estimate from the model's shape; compare with the GPU's memory, or with the host's where there is no GPU.
+
+    `card`: bytes of a GPU to plan for, computing in half precision. `trained`: other weights than those of the config.
+    """
+    model, savings = model or ModelNeeds.of(config), Savings.of(config)
+    (length, sequences), sharing = row_tokens(config), config.sharding.context_parallel_size
     need = estimate(
-        shape_of(config.model, config.method.head),
-        config.adapter.kind or "all",
+        model.shape,
+        trained or trained_weights(config),
         config.adapter,
         optimizer=config.optim.optimizer,
         reference=keeps_start(config),
-        tokens=tokens,
-        savings=Savings.of(config),
-        teachers=teacher_bytes(config),
+        tokens=-(-length * sequences // sharing),
+        savings=savings,
+        teachers=model.teachers,
     )
-    on_gpu = torch.cuda.is_available()
+    on_gpu = card is not None or torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value
-    shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-    activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
-    available = USABLE_SHARE * total_memory(device) if on_gpu else free_memory(device)
-    shared = Memory(need.weights * width / shards, need.training / shards, activations)
-    return MemoryPlan(shared, available, "the GPU" if on_gpu else "this machine")
+    width = 1.0  # the estimate assumes two bytes per value
+    if card is None:
+        width = compute_dtype(config.model, device).itemsize / 2
+        card = float(total_memory(device) if on_gpu else free_memory(device) / USABLE_SHARE)
+        shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
+        activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
+        need = Memory(need.weights * width / shards, need.training / shards, activations)
+    available = USABLE_SHARE * card
+    held = _sampler_need(config, model.shape, width, available - need.weights - need.training, card)
+    need = Memory(need.weights, need.training, need.activations, held)
+    most = longest(model.shape, need, card, savings=savings, sequences=sequences) * sharing
+    return MemoryPlan(need, available, "the GPU" if on_gpu else "this machine", int(most / width))
+
+
+def _sampler_need(config: Config, shape: Shape, width: float, free: float, card: float) -> float:
+    """Return the bytes that sampling on this device holds while a step trains."""
+    rollout = config.rollout
+    if not config.method.online or rollout.release_sampler:
+        return 0.0
+    if rollout.backend != IN_PROCESS:
+        beside = rollout.backend == "vllm_colocate" and not rollout.sleep_mode
+        return rollout.colocate_memory * card if beside else 0.0
+    completions = generation_batch(config)
+    prompts = -(-completions // group_size(config))
+    tokens = (min(completions, MOST_SLOTS) + prompts) * row_tokens(config)[0]
+    return min(tokens * shape.token.keys * width, sampler_bytes(free))

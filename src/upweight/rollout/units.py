@@ -100,14 +100,16 @@ def _sample_of(
     if completion.sampled is not None:
         sampled &= np.array(completion.sampled, np.bool_)
     logps = None
-    if with_logps and len(completion.logps) == length:
+    if len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]
     versions = completion.versions if len(completion.versions) == length else [version] * length
     return Sample(
         ids=np.array([*prompt, *completion.ids], np.int64),
         loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
-        sampler_logps=logps,
+        sampler_logps=logps if with_logps else None,
+        drawn_logps=logps,
         versions=np.array(versions, np.float32)[sampled],
         token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
+        routes=completion.routes,
     )

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from upweight.engine import Engine
+from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.models.memory import SAMPLER_SHARE, free_memory
+from upweight.models.memory import free_memory, sampler_bytes
 from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
@@ -56,26 +57,31 @@ class InProcess:
         cache_bytes: int | None = None,
         prefill_tokens: int = _PREFILL_TOKENS,
         compile: bool = False,
+        records: bool = False,
+        reserved: int = 0,
     ) -> None:
         """`model`: the unwrapped model, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
 
-        `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is half of the
-        free memory on a GPU. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
+        `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is a share of the
+        free memory on a GPU, less the bytes that are `reserved` for training. `compile` fuses the layers' kernels on a
+        GPU, which takes some seconds at first.
+        `records`: completions have the experts that routers chose, of a mixture that `install_routing` knows.
         """
         self._model, self._base = model, unwrap_peft(model)
         self._tokenizer = tokenizer
         self._engine = engine or Engine(model)
         self._ends = frozenset(end_ids) if end_ids is not None else eos_token_ids(self._base, tokenizer)
         self._device = torch.device(device) if device is not None else self._base.device
-        self._cache_bytes = cache_bytes
-        self._version, self.compile = 0, compile
+        self._cache_bytes, self._reserved = cache_bytes, reserved
+        self._version, self.compile = 0, compile and not records  # compiled layers would not record
+        self._routing = install_routing(self._base) if records else None
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
         self._checked: set[bool] = set()  # without images, with images
-        forward = CachedForward(self._base, self._device, self._engine.images)
+        forward = CachedForward(self._base, self._device, self._engine.images, self._routing)
         self._image_prompts = forward.images
         self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
         if self._device.type == "cuda":
-            self._sampler = SlotSampler(GraphSteps(Slots(forward), compile), prefill_tokens)
+            self._sampler = SlotSampler(GraphSteps(Slots(forward), self.compile), prefill_tokens)
 
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None, on_tokens: OnTokens = None
@@ -94,7 +100,10 @@ class InProcess:
         stops = StopStrings(self._tokenizer, sampling.stop_strings)
         ends, version = self._ends | set(sampling.stop_ids), self._version
         size = len(prompts), count, sampling.max_new_tokens
-        rows = CompletionCollector(*size, ends, stops, version=version, done=done, on_tokens=on_tokens)
+        given: dict[str, Any] = {"version": version, "done": done, "on_tokens": on_tokens}
+        if self._routing is not None:
+            given["route_shape"] = (self._routing.layers, self._routing.top_k)
+        rows = CompletionCollector(*size, ends, stops, **given)
         with torch.no_grad(), dropout_off(self._model):
             return self._sample_with(self._strategy, self._engine, prompts, rows, sampling)
 
@@ -169,6 +178,9 @@ class InProcess:
             prompts = self._image_prompts.keys(prompts, sampling.images)
             self._sampler.sample(prompts, sampling, uniform_SN, rows, self._kv_memory())
         else:
+            if self._routing is not None and engine is not None:
+                problem = f"{type(self._base).__name__} is sampled by {Strategy.GENERATE}, which records no experts"
+                raise UserError(f"trl.routing_replay: {problem}. Leave it out.")
             cached = strategy != Strategy.GENERATE_UNCACHED
             options: dict[str, Any] = {"cached": cached, "reader": self._engine.images}
             hf_generate(self._model, engine, prompts, rows, sampling, **options)
@@ -226,7 +238,7 @@ class InProcess:
             return self._cache_bytes
         if self._device.type != "cuda":
             return _CACHE_ON_CPU
-        return int(SAMPLER_SHARE * (free_memory(self._device) + self._sampler.bytes()))
+        return sampler_bytes(free_memory(self._device) + self._sampler.bytes(), self._reserved)
 
 
 def _uniform_numbers(prompts: int, count: int, sampling: Sampling) -> Tensor:

@@ -25,7 +25,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
-from upweight.models.memory import FORWARD_SHARE, activation_bytes, free_memory, training_bytes
+from upweight.models.memory import FORWARD_SHARE, Savings, TokenBytes, free_memory, training_bytes
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
@@ -60,6 +60,7 @@ class Policy:
     tokenizer: Any = None  # None where rows are tokenized already
     offload_reference: bool = False
     sharding: Sharding = "none"
+    reserved: int = 0  # bytes that the first step will allocate for gradients and the optimizer
     router_coefficient: float = 0.0  # of the load-balancing loss of a mixture of experts
 
     @property
@@ -211,6 +212,7 @@ def make_policy(
         sharding=sharding,
         teachers=teachers,
         router_coefficient=coefficient,
+        reserved=reserved,
         **references,
     )
 
@@ -229,8 +231,8 @@ def token_budget(config: PreTrainedConfig, device: torch.device, optim: OptimSec
         return CPU_TOKEN_BUDGET
     free = free_memory(device) - reserved
     keep = optim.checkpointing_args.get("keep")  # rows are then as large as all their activations fit
-    share, checkpointing = (FORWARD_SHARE, optim.gradient_checkpointing) if keep is None else (keep, False)
-    tokens = int(share * free / activation_bytes(config, checkpointing=checkpointing))
+    share, savings = (FORWARD_SHARE, Savings.by(optim)) if keep is None else (keep, Savings())
+    tokens = int(share * free / TokenBytes.of(config).peak(savings))
     return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)
 
 

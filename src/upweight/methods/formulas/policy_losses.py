@@ -45,6 +45,14 @@ def sampler_gap(trainer_logps_T: Tensor, sampler_logps_T: Tensor) -> Tensor:
     return (trainer_logps_T - sampler_logps_T).detach().nan_to_num(0.0)
 
 
+def gap_metrics(trainer_logps_T: Tensor, batch: Batch, sampled_T: Tensor) -> dict[str, Metric]:
+    """Return the mean distance of the trainer's log-probs from those at which tokens were drawn, where it is known."""
+    if batch.drawn_logps_T is None:
+        return {}
+    gap_T = sampler_gap(trainer_logps_T, batch.drawn_logps_T)
+    return {"sampling/logp_gap": Mean.over(gap_T.abs(), sampled_T)}
+
+
 def sampler_correction(gap_T: Tensor, batch: Batch, mode: str, floor: float | None, cap: float) -> Tensor:
     """Return importance weights for tokens that the sampler drew from slightly different weights than the trainer's."""
     if mode.startswith("sequence"):

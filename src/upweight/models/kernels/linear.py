@@ -70,7 +70,7 @@ def linears(
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     widths = [len(weight) for weight in weights]
-    rows, columns, block, each = _tiling(count, depth, widths, _processors(x_ND.device))
+    rows, columns, block, each, stages = _tiling(count, depth, widths, _processors(x_ND.device))
     width, below, parts = sum(widths), triton.cdiv(count, rows), triton.cdiv(depth, each)
     tiles = [triton.cdiv(one, columns) for one in widths]
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
@@ -85,23 +85,24 @@ def linears(
         *_three(scalings or [0.0]), *_norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
         LAYERS=len(weights), SPLIT=parts > 1, ROWS=rows, COLUMNS=columns, DEPTH=block,
         RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual,
-        num_warps=4, num_stages=4,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out, squares_TN
 
 
-def _tiling(count: int, depth: int, widths: list[int], processors: int) -> tuple[int, int, int, int]:
-    """Return rows and columns of a tile, the columns of x in a block, and those that one program reads."""
+def _tiling(count: int, depth: int, widths: list[int], processors: int) -> tuple[int, int, int, int, int]:
+    """Return rows and columns of a tile, the columns of x in a block, those that one program reads, and stages."""
     rows = _SMALLEST_SIDE if count <= _SMALLEST_SIDE else _ROWS  # each further size would be compiled for itself
     below = triton.cdiv(count, rows)
     if depth * sum(widths) <= _SMALL and below == 1:  # read in a few microseconds, of which merging parts would be one
-        each = depth if depth <= _UNSPLIT else triton.cdiv(depth, 2)
-        return rows, 16, _DEPTH // 2, triton.cdiv(each, _DEPTH // 2) * (_DEPTH // 2)
+        if depth <= _UNSPLIT:
+            return _SMALLEST_SIDE, 32, _DEPTH // 2, triton.cdiv(depth, _DEPTH // 2) * (_DEPTH // 2), 5
+        return rows, 16, _DEPTH, triton.cdiv(triton.cdiv(depth, 2), _DEPTH) * _DEPTH, 5
     columns = 64 if max(sum(widths), depth) > _WIDE or below * triton.cdiv(sum(widths), 32) > processors else 32
     programs = sum(triton.cdiv(width, columns) for width in widths) * below
     block = _DEPTH if programs <= processors else _DEPTH // 2  # a processor holds two of the smaller ones
     parts = min(max(1, processors // programs), _MOST_PARTS)
-    return rows, columns, block, triton.cdiv(triton.cdiv(depth, parts), block) * block
+    return rows, columns, block, triton.cdiv(triton.cdiv(depth, parts), block) * block, 4
 
 
 def _norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, Tensor, int, float]:

@@ -47,15 +47,9 @@ def paged_step(
     key_heads, value_width, page = key.shape[1], value.shape[-1], keys.shape[2]
     out = torch.empty(slots, heads, 1, value_width, dtype=query.dtype, device=query.device)
     repeat, pairs = heads // key_heads, slots * key_heads
-    long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
-    # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
-    columns, warps, stages = (64, 4, 2) if long else (32, 2, 3) if pairs >= _PROGRAMS else (128, 4, 2)
-    if not long and pairs < _PROGRAMS and _side(width) * key.element_size() <= _LONG_KEY // 2:
-        columns, warps, stages = 32, 1, 3
-    columns = min(columns, page)  # which it divides
     capacity = table.shape[1] * page
-    parts = max(1, min(max(2 * _PROGRAMS // pairs, capacity // _KEYS), triton.cdiv(capacity, columns), _MOST_PARTS))
-    least = _KEYS if pairs >= _PROGRAMS else columns
+    wide = _side(max(width, value_width)) * key.element_size()
+    columns, warps, stages, parts, least = _blocks(pairs, wide, capacity, page)
     partials = torch.empty(pairs * parts * repeat * (_side(value_width) + 2), dtype=torch.float32, device=query.device)
     normed = rotation is not None and rotation.query_norm is not None
     cos, sin, query_norm, key_norm, epsilon = rotation or Rotation(query, query)
@@ -75,6 +69,23 @@ def paged_step(
         ROTARY=rotation is not None, NORMED=normed, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def _blocks(pairs: int, wide: int, capacity: int, page: int) -> tuple[int, int, int, int, int]:
+    """Return the keys of a block, warps and stages, the most parts of a slot's keys, and the fewest keys of a part."""
+    # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
+    columns, warps, stages, parts, least = 32, 2, 4, 2 * _PROGRAMS // pairs, _KEYS
+    if wide > _LONG_KEY:
+        columns, warps, stages = 64, 4, 2
+    if pairs < _PROGRAMS:
+        parts, least = max(_PROGRAMS // 2 // pairs, 2), _KEYS // 2
+        if wide <= _LONG_KEY // 2:
+            columns, warps, stages, parts, least = 32, 1, 3, max(parts, 4), _KEYS // 4
+        elif wide <= _LONG_KEY:
+            columns, warps, stages = 64, 4, 3
+    columns = min(columns, page)  # which it divides
+    parts = max(1, min(max(parts, capacity // _KEYS), triton.cdiv(capacity, columns), _MOST_PARTS))
+    return columns, warps, stages, parts, least
 
 
 @cache
