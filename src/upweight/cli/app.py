@@ -145,14 +145,15 @@ def evaluate(
 
 @app.command(**TAKES_OVERRIDES)
 def fits(
-    config: ConfigFile,
+    target: Annotated[str, typer.Argument(metavar="CONFIG|MODEL", help="Config, or hub id or folder of a model.")],
     overrides: Overrides = None,
+    method: Annotated[str | None, typer.Option(help="Of a model alone: sft, dpo, grpo, ...; default: sft.")] = None,
     memory: Annotated[float | None, typer.Option(min=1, help="GiB of the GPU; default: of the one here.")] = None,
 ) -> None:
-    """Estimate which ways of training a config's model fit on a GPU."""
+    """Estimate which ways of training a model fit on a GPU, and what to change."""
     from upweight.cli.fits import run
 
-    run(config, overrides or [], memory=memory)
+    run(target, overrides or [], memory=memory, method=method)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -261,12 +262,17 @@ def init(
 
 @app.command()
 def choose(
+    file: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    *,
     have: Annotated[str | None, typer.Option(help="What you have; asked otherwise.")] = None,
     want: Annotated[str | None, typer.Option(help="What you want; asked otherwise.")] = None,
 ) -> None:
     """Find the method that learns from what you have."""
     from upweight.cli.starter.choose import run
 
+    if file is not None:
+        ask = f"`upweight new {file}` proposes a method for a file of rows and writes its config"
+        raise UserError(f"{file}: choose takes no file; it asks what you have (--have, --want). Did you mean: {ask}?")
     run({"--have": have, "--want": want})
 
 
