@@ -70,7 +70,7 @@ def step_of(work: dict[str, Any], folder: Path, dtype: torch.dtype, *, gpu: bool
     """The trainer of a case, and its step."""
     made = model(work, "cuda" if gpu else "cpu", dtype)
     if work["name"] == "vlm_dpo_step":
-        config = DPOConfig(**settings_of(work, folder, len(work["rows"]), gpu=gpu))
+        config = DPOConfig(**settings_of(work, folder, len(work["rows"]), gpu=gpu), max_length=None)
         options = {"processing_class": processor(work), "peft_config": adapter(work)}
         trainer: Any = DPOTrainer(made, args=config, train_dataset=pair_rows(work), **options)
         units = units_of(list(trainer.train_dataset), trainer.method)

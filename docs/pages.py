@@ -28,7 +28,7 @@ KEY = re.compile(
     r"((?<!\w)(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+(?:\.\w+)?(?:: [\w.]+)?|\w+\.jsonl|completions/|(?:trl|ebft|distill)\.\w+)"
 )
 KTO_TOO = """
-Every format of preference pairs serves too: each pair becomes a good and a bad answer.
+Every format of preference pairs can be used too: each pair becomes a good and a bad answer.
 """
 
 

@@ -1,11 +1,13 @@
 """The command as a person runs it: what it prints, where, and how it exits."""
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from made_runs import upweight
@@ -62,13 +64,15 @@ def test_a_fragment_is_checked_as_one(tmp_path):
 def test_a_stream_from_a_folder_needs_steps_unless_its_files_say_their_length(tmp_path):
     file, rows = tmp_path / "config.yaml", tmp_path / "rows"
     rows.mkdir()
-    (rows / "a.jsonl.gz").touch()
+    with gzip.open(rows / "a.jsonl.gz", "wt") as packed:
+        packed.write('{"text": "a"}\n')
     file.write_text("base_model: m\nstreaming: true\ndatasets: [{path: rows}]\n")
     done = upweight("validate", file)
     assert (done.returncode, done.stderr.splitlines()[-1].split(".")[0]) == (
         2, "max_steps: needed to train on a stream, whose length is not known"
     )  # fmt: skip
-    (rows / "a.jsonl.gz").rename(rows / "a.parquet")
+    (rows / "a.jsonl.gz").unlink()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), rows / "a.parquet")
     assert upweight("validate", file).stdout == "ok\n"
     file.write_text("base_model: m\nstreaming: true\ndatasets: [{path: org/rows}]\n")
     assert "a stream of the hub has no known length" in upweight("validate", file).stderr

@@ -18,7 +18,7 @@ def test_a_machine_alone_and_a_config(tmp_path):
     code, shown = doctor()
     assert code == 0
     assert "versions: Python" in shown
-    file = write_online(tmp_path, write_model(tmp_path / "model"), learning_rate=1e-5)
+    file = write_online(tmp_path, write_model(tmp_path / "model"))
     code, shown = doctor(file)
     assert (code, shown.splitlines()[-1]) == (0, "nothing is wrong")
     code, shown = doctor(file, "trl.reward_funcs=[nowhere.right]")
@@ -42,4 +42,4 @@ def test_nothing_there_is_said(tmp_path):
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert "neither a config nor the folder of a run" in str(done.exception)
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "nothing")])
-    assert "does not exist. Name a config (a YAML file) or a run" in str(done.exception)
+    assert "there is no such config or run." in str(done.exception)

@@ -109,3 +109,18 @@ def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
 def test_without_a_gpu_the_memory_has_to_be_said(tmp_path):
     with pytest.raises(UserError, match="--memory 24"):
         run(write_config(tmp_path, tmp_path), [], memory=None)
+
+
+def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
+    run(str(seven), ["trl.max_completion_length=300"], memory=80, method="grpo")
+    about, _, answer = printed(capsys)
+    assert "7.61 billion weights, grpo, 812 tokens" in about
+    assert answer.startswith("this config fits")
+    run(str(seven), [], memory=16)
+    about, _, answer = printed(capsys)
+    assert ", sft, " in about
+    assert "Set 'adapter: qlora' with 'load_in_4bit: true'" in answer
+    with pytest.raises(UserError, match="--method: the config chooses the method"):
+        run(write_config(tmp_path, seven), [], memory=24, method="dpo")
+    with pytest.raises(UserError, match="PPO needs a value model"):
+        run(str(seven), [], memory=24, method="ppo")

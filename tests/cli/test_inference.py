@@ -128,5 +128,5 @@ def test_what_is_wrong_is_said(model, tmp_path):
     ):
         with pytest.raises(UserError, match=said.replace("(", r"\(")):
             inference(model, *options, given=given)
-    with pytest.raises(UserError, match="neither a config nor a folder"):
+    with pytest.raises(UserError, match="there is no such config, run or model folder"):
         inference("./nowhere", "--prompt", "a")

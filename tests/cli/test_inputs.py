@@ -1,12 +1,15 @@
 """Trained models that commands are given."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from made_runs import upweight
 from upweight.cli.inputs import find_trained
 from upweight.errors import UserError
 from upweight.runs.checkpoints import mark_whole
+from upweight.runs.files import no_such_run
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
@@ -22,3 +25,24 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_read(name, of_run, tmp_pat
     (checkpoint / name).write_bytes(b"\0" * 32)
     with pytest.raises(UserError, match=rf"checkpoint-5 is damaged: {name} "):
         find_trained(str(checkpoint), [])
+
+
+def test_names_that_are_not_there_are_answered_with_those_that_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert no_such_run(Path("nope")).startswith("nope: there is no such run. There is none here")
+    for name, mark in (("dpo-out", "metrics.jsonl"), ("mine/out", "adapter_config.json"), ("notes", "notes.txt")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / mark).write_text("{}")
+    assert no_such_run(Path("nope")) == "nope: there is no such run. Here are: dpo-out, mine/out."
+    assert "Did you mean 'dpo-out'?" in no_such_run(Path("dpo_uot"))
+    assert "Did you mean 'mine/out'?" in no_such_run(Path("out"))
+    with pytest.raises(UserError, match=r"nope: there is no such config, run or model folder.*ORGANISATION/MODEL"):
+        find_trained("nope", [])
+    assert find_trained("some-org/nope", []).model.base_model == "some-org/nope"
+    assert find_trained("gpt2", []).model.base_model == "gpt2"
+
+
+def test_watch_in_text_of_a_run_that_is_not_there(tmp_path):
+    done = upweight("watch", "nope", "--text", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nope: there is no such run." in done.stderr

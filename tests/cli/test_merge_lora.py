@@ -52,7 +52,7 @@ def test_nothing_to_merge(trained, tmp_path):
         run(str(trained.parent / "model"), [], output=None, check=False)
     with pytest.raises(UserError, match="holds no trained model"):
         run(str(trained), [f"output_dir={tmp_path}"], output=None, check=False)
-    with pytest.raises(UserError, match="neither a config nor a folder"):
+    with pytest.raises(UserError, match="there is no such"):
         run("./nowhere.yaml", [], output=None, check=False)
 
 
@@ -85,5 +85,5 @@ def test_training_on_quantised_weights_goes_on_and_merges(keys, tmp_path, capsys
 
 
 def test_a_place_that_is_not_there_is_named():
-    with pytest.raises(UserError, match="nowhere: there is neither a config nor a folder"):
+    with pytest.raises(UserError, match="nowhere: there is no such config, run or model folder"):
         run("nowhere", [], output=None, check=False)

@@ -26,7 +26,7 @@ def test_a_run_by_its_folder_or_its_config(tmp_path):
 
 def test_what_is_no_run_is_said(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    for place, reason in ((tmp_path / "rows.jsonl", "name a run's folder"), (tmp_path / "absent", "no such folder")):
+    for place, reason in ((tmp_path / "rows.jsonl", "name a run's folder"), (tmp_path / "absent", "no such run")):
         with pytest.raises(UserError, match=reason):
             report(place)
 
@@ -39,4 +39,4 @@ def test_watching_what_is_not_there_yet_says_so(tmp_path, monkeypatch, capsys):
     run_watch([tmp_path / "later"], port=None, open_it=False)
     shown = capsys.readouterr()
     assert "http://127.0.0.1:" in shown.out
-    assert f"{tmp_path / 'later'}: does not exist yet" in shown.err
+    assert f"{tmp_path / 'later'}: there is no such run." in shown.err

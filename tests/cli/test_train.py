@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from made_runs import largest_difference, metrics_of, upweight, write_config
+from made_runs import largest_difference, metrics_of, upweight, write_config, write_online
 from upweight.cli.app import main
 from upweight.cli.train import _load_config
 from upweight.errors import UserError
@@ -89,6 +89,22 @@ def test_evaluate_measures_what_a_run_trained_and_says_which_weights_it_took(mod
     assert (missing.returncode, "Steps there: 2, 4" in missing.stderr) == (2, True)
     assert "name a run's folder" in upweight("evaluate", file, "--checkpoint", 2).stderr
     assert "is no folder of a run" in upweight("evaluate", model_folder).stderr
+
+
+def test_evaluate_of_an_online_run_finds_its_rewards_from_anywhere_and_warns_of_nothing(
+    model_folder, tmp_path, monkeypatch
+):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    keys = {"val_set_size": 2, "max_steps": 1, "adapter": "lora", "lora_target_linear": True}
+    file = write_online(tmp_path / "mine", model_folder, output_dir=str(tmp_path / "out"), **keys)
+    assert upweight("train", file).returncode == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    done = upweight("evaluate", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "eval_reward" in json.loads(done.stdout)
+    assert "vllm" not in done.stderr
+    assert "warning" not in done.stderr
 
 
 def test_evaluate_of_whole_weights_that_were_compared_with_others_is_refused(model_folder, tmp_path):

@@ -1,11 +1,14 @@
 """One file in, a checked config out; every error at once, each with its place and a remedy."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from upweight.config import load_config, parse_config
+from upweight.config.peers import TABLES
 from upweight.errors import UserError
+from upweight.methods import METHODS
 
 WHOLE = {"base_model": "some/model", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 
@@ -55,6 +58,14 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
     ]
 
 
+def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
+    for name, advice in TABLES["methods"].items():
+        assert name not in METHODS or name in ("sft", "orm", "prm")  # which `rl` does not take
+        named = re.findall(r"'rl: (\w+)'", advice)
+        assert all(one in METHODS for one in named)
+        assert named or "reward_model: true" in advice or name == "sft"
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -62,6 +73,9 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         ({"split": "train"}, "split: belongs under 'datasets[...]'"),
         ({"rl": "dpo", "loss_type": "ipo"}, "with 'rl: dpo' it is 'dpo_loss_type'"),
         ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
+        ({"rl": "ppo"}, "PPO needs a value model, which is not here. 'rl: grpo' learns from the same rewards"),
+        ({"rl": "DR-GRPO"}, "Write 'rl: grpo' with 'trl: {loss_type: dr_grpo}'."),
+        ({"rl": "sft"}, "Leave 'rl' out"),
         ({"lr": "dpo"}, "lr: unknown key. Did you mean 'rl'?"),
         ({"lora_rank": 8}, "lora_rank: unknown key. Did you mean 'lora_r'?"),
         ({"rl": "reward_trainer"}, "rl: expected one of"),

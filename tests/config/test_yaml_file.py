@@ -96,3 +96,20 @@ def test_an_override_beside_a_list_says_what_there_is(override, says):
         apply_overrides({"rewards": ["r.f"], "seed": 3}, [override])
     assert str(caught.value).startswith(f"{override}: ")
     assert says in str(caught.value)
+
+
+def test_set_is_an_override_too_and_wrong_forms_get_an_example():
+    assert apply_overrides({}, ["--set", "trl.beta=0.1", "--set=seed=3", "rl = dpo"]) == {
+        "trl": {"beta": 0.1},
+        "seed": 3,
+        "rl": "dpo",
+    }
+    for wrong, says in (
+        (["--set", "seed", "3"], "--set seed: write --set key=value, such as --set learning_rate=1e-5"),
+        (["--set"], "--set: write --set key=value"),
+        (["seed", "3"], "seed: a key is set by key=value, without spaces around the '=', such as seed=VALUE."),
+        (["trl.beta:0.1"], "such as trl.beta=0.01."),
+    ):
+        with pytest.raises(UserError) as caught:
+            apply_overrides({}, wrong)
+        assert says in str(caught.value)

@@ -19,7 +19,7 @@ def found(file, *overrides):
 
 
 def test_a_good_config_has_nothing_wrong(model_folder, tmp_path):
-    checked = found(write_online(tmp_path, model_folder, learning_rate=1e-5))
+    checked = found(write_online(tmp_path, model_folder))
     assert not [one for one in checked.values() if one.wrong]
     assert checked["data"].says.startswith("8 rows to train on with the columns answer")
     assert checked["rewards"].says == "vowels"

@@ -11,9 +11,12 @@ from upweight.cli.app import app
 from upweight.config import load_config
 from upweight.config.config import blocks, general_keys, method_keys
 from upweight.config.peers import OTHER_NAMES, REASONS, RENAMED, SATISFIED
+from upweight.config.sections.data import DatasetSpec, UserFormat
+from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
+INNER = {*DatasetSpec.model_fields, *UserFormat.model_fields, *GymDataset.model_fields}
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -25,6 +28,23 @@ def test_commands_in_the_docs_exist(page):
     commands = vars(get_command(app))["commands"]
     named = re.findall(r"^(?:\$ )?upweight ([a-z][a-z-]+)", page.read_text(), flags=re.MULTILINE)
     assert not set(named) - set(commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_options_in_the_docs_exist(page):
+    commands = vars(get_command(app))["commands"]
+    text = page.read_text().replace("\\\n", " ")
+    for name, rest in re.findall(r"upweight ([a-z][a-z-]+)([^\n`|&#;]*)", text):
+        if name in commands:
+            options = {name for one in commands[name].params for name in (*one.opts, *one.secondary_opts)}
+            used = re.findall(r"(?<=\s)--[a-z][a-z-]*", rest.partition(" -- ")[0])
+            assert set(used) <= options | {"--help"}, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_measurements_in_the_docs_exist(page):
+    named = re.findall(r"python -m bench\.(\w+)", page.read_text())
+    assert not [name for name in named if not (ROOT / "bench" / f"{name}.py").exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -51,6 +71,15 @@ def test_keys_in_the_docs_exist(page):
     starts = tuple(f"{block}." for block in blocks())
     named = re.findall(r"`([a-z_]+\.[a-z_]+)(?::[^`]*)?`", page.read_text())
     assert not {key for key in named if key.startswith(starts)} - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_tables_of_keys_name_keys(page):
+    known = {*general_keys(), *method_keys(), *SATISFIED, *REASONS, *RENAMED, *OTHER_NAMES}
+    for table in re.findall(r"^\| keys? \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), flags=re.MULTILINE):
+        cells = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
+        named = {name for cell in cells for name in re.findall(r"`([a-z_.0-9]+)(?::[^`]*)?`", cell)}
+        assert not named - known - INNER - set(blocks())
 
 
 def shown(page: Path, language: str) -> list[str]:

@@ -3,7 +3,9 @@
 import json
 import random
 import time
+from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -103,6 +105,24 @@ def test_a_mixture_of_known_length_counts_epochs(model_folder, tmp_path):
 def test_a_stream_of_unknown_length_needs_steps(model_folder, tmp_path):
     with pytest.raises(UserError, match="max_steps: needed to train on a stream"):
         run(write_config(tmp_path, model_folder, **{**STREAM, "max_steps": None}))
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_an_epoch_of_known_length_has_each_row_once(drop_last, sizes, model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, rows=10, num_epochs=2, dataloader_drop_last=drop_last, streaming=True)
+    content = yaml.safe_load(file.read_text())
+    (entry,) = content["datasets"]
+    rows = [json.loads(line) for line in Path(entry["path"]).read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    file.write_text(yaml.safe_dump({**content, "datasets": [{**entry, "path": str(tmp_path / "rows.parquet")}]}))
+    trainer = build(load_config(file))
+    loader = trainer.get_train_dataloader()
+    for _ in range(2):
+        steps = [step["units"] for step in loader]
+        assert [len(step) for step in steps] == sizes
+        texts = [tuple(sample.ids) for step in steps for unit in step for sample in unit.samples[:1]]
+        assert drop_last or len(set(texts)) == 10  # with it the rows that are left begin the next epoch
+    trainer.feed.close()
 
 
 def test_streams_are_evaluated_on(model_folder, tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from made_runs import metrics_of, write_config, write_model
 from tiny_vision import drawn_image, processor, vision_model
-from upweight import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from upweight.config import load_config
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
@@ -166,14 +166,14 @@ def test_grpo_samples_after_images_and_rewards_get_them(kind, tmp_path, monkeypa
     assert all("token_id" not in json.loads(line).get("completion", "") for line in files[0].read_text().splitlines())
 
 
-def test_grpo_refuses_functions_of_users_with_images(tmp_path):
+def test_grpo_refuses_backends_of_users_with_images(tmp_path):
     trl = {
         "num_generations": 4,
         "max_completion_length": 4,
         "reward_funcs": ["length(maximum=20)"],
-        "rollout_func": "mine.f",
+        "rollout_backend": "mine.f",
     }
-    with pytest.raises(UserError, match=r"trl.rollout_func, trl.rollout_backend: code of yours gets no images"):
+    with pytest.raises(UserError, match=r"trl.rollout_backend: a backend of yours gets no images"):
         train(config_of(tmp_path, "grpo", micro_batch_size=8, num_epochs=None, max_steps=2, trl=trl))
 
 
@@ -243,3 +243,87 @@ def test_a_vision_model_trains_on_texts_alone(tmp_path):
     file = write_config(tmp_path, model, rl=None, datasets=[{"path": str(tmp_path / "rows.jsonl")}], num_epochs=2)
     train(load_config(file))
     assert metrics_of(tmp_path / "out")
+
+
+def by_generate(model, processing_class, prompts, generation_config=None):
+    """Completions of prompts with images by the model's own `generate`, as a user might write them."""
+    texts = []
+    for prompt in prompts:
+        (image,) = prompt["images"]
+        text = processing_class.apply_chat_template(prompt["messages"], add_generation_prompt=True, tokenize=False)
+        inputs = processing_class(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+        written = model.generate(**inputs, generation_config=generation_config)[0, inputs["input_ids"].shape[1] :]
+        texts.append(processing_class.tokenizer.decode(written, skip_special_tokens=True) + "<image>")
+    return texts
+
+
+def by_tokens(prompts, trainer):
+    """The same with tokens; prompts hold their images."""
+    both, ids, completions = processor("llava"), [], []
+    for prompt in prompts:
+        image = prompt[0]["content"][0]["image"]
+        text = both.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        inputs = both(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+        ids.append(inputs["input_ids"][0].tolist())
+        written = trainer.model.generate(**inputs, max_new_tokens=4, suppress_tokens=[259])[0, len(ids[-1]) :]
+        completions.append(written.tolist())
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def too_few(prompts, trainer):
+    return {"prompt_ids": [[1, 2]] * len(prompts), "completion_ids": [[3]] * len(prompts), "logprobs": None}
+
+
+@pytest.mark.parametrize("function", [by_generate, by_tokens, too_few])
+def test_rollout_functions_of_scripts_get_images(function, tmp_path):
+    prompt, seen = [{"role": "user", "content": "which colour?"}], []
+    rows = Dataset.from_list([{"images": [drawn_image(n)], "prompt": prompt} for n in range(4)])
+
+    def right(completions, images, **columns):
+        seen.extend(image.size for (image,) in images)
+        return [float(len(one) if isinstance(one, str) else len(one[0]["content"])) for one in completions]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path), num_generations=2, max_completion_length=4, per_device_train_batch_size=4, **COMMON
+    )
+    given = {"train_dataset": rows, "processing_class": processor("llava"), "rollout_func": function}
+    trainer = GRPOTrainer(vision_model("llava"), right, args=args, **given)
+    if function is too_few:
+        with pytest.raises(UserError, match="0 tokens stand for images, and the row's take 16"):
+            trainer.train()
+        return
+    trainer.train()
+    assert set(seen) == {(48, 32)}
+
+
+class Look:
+    """Shows a colour after the first turn."""
+
+    def reset(self, images, **row):
+        self.shown = False
+        return "Wait for the second picture."
+
+    def step(self, text):
+        if self.shown:
+            return None
+        self.shown = True
+        return ["This one:", drawn_image(50)]
+
+
+def test_grpo_trains_on_episodes_with_images(tmp_path):
+    prompt, seen = [{"role": "user", "content": "which colour?"}], []
+    rows = Dataset.from_list([{"images": [drawn_image(n)], "prompt": prompt} for n in range(4)])
+
+    def right(completions, images, **columns):
+        seen.extend(len(several) for several in images)
+        return [float(len(str(one))) for one in completions]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path), num_generations=2, max_completion_length=80, per_device_train_batch_size=4, **COMMON
+    )
+    given = {"train_dataset": rows, "processing_class": processor("qwen2_5_vl"), "environment_factory": Look}
+    trainer = GRPOTrainer(vision_model("qwen2_5_vl"), right, args=args, **given)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items() if "visual" in name}
+    trainer.train()
+    assert 2 in seen
+    assert any(not torch.equal(trainer.model.state_dict()[name], value) for name, value in before.items())

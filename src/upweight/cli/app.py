@@ -48,8 +48,9 @@ def validate(
     if problems := list(data_problems(loaded)) if data and not fragment else []:
         remedy = "where another machine has the data: --no-data"
         raise UserError("\n".join([*problems, f"({remedy})"]))
-    if not fragment:
+    if data and not fragment:
         check_lengths(loaded)
+    if not fragment:
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
     print("ok")
 
@@ -86,7 +87,7 @@ def data(
     config: ConfigFile,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(help="File to write; else data-CONFIG.html in dataset_prepared_path.")
+        Path | None, typer.Option(help="File to write; default: data-CONFIG.html in dataset_prepared_path.")
     ] = None,
     open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
 ) -> None:
@@ -101,19 +102,21 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in output_dir.")] = False,
     allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
     launcher: Annotated[
-        str | None, typer.Option(help="torchrun, accelerate (arguments after -- are its) or none; else ours.")
+        str | None, typer.Option(help="torchrun or accelerate (arguments after -- go to it), or none.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")] = 0,
     master_address: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
-    master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port there; 29500 when left out.")] = None,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of machine 0; default: 29500.")
+    ] = None,
     launcher_arguments: Annotated[list[str] | None, typer.Option("--launcher-argument", hidden=True)] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say warnings only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print warnings only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each log as a JSON object, nothing else.")] = False,
     stage: Annotated[int | None, typer.Option(hidden=True, help="Train this stage alone, counted from 0.")] = None,
 ) -> None:
@@ -129,12 +132,12 @@ def train(
 
 @app.command(**TAKES_OVERRIDES)
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="Run folder, or a config, untrained.")],
+    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="Run folder, or a config (untrained).")],
     overrides: Overrides = None,
     checkpoint: Annotated[int | None, typer.Option(min=0, help="Step of a checkpoint of the run.")] = None,
     num_processes: Processes = None,
 ) -> None:
-    """Print metrics on held-out data: of what a run trained, or of a config's model as it is."""
+    """Print metrics on held-out data, of a trained run or of a config's model before training."""
     from upweight.cli.train import Start, run_evaluate
 
     run_evaluate(target, overrides or [], checkpoint=checkpoint, start=Start(num_processes))
@@ -142,14 +145,15 @@ def evaluate(
 
 @app.command(**TAKES_OVERRIDES)
 def fits(
-    config: ConfigFile,
+    target: Annotated[str, typer.Argument(metavar="CONFIG|MODEL", help="Config, or hub id or folder of a model.")],
     overrides: Overrides = None,
-    memory: Annotated[float | None, typer.Option(min=1, help="GiB of the card; else of the GPU here.")] = None,
+    method: Annotated[str | None, typer.Option(help="Of a model alone: sft, dpo, grpo, ...; default: sft.")] = None,
+    memory: Annotated[float | None, typer.Option(min=1, help="GiB of the GPU; default: of the one here.")] = None,
 ) -> None:
-    """Estimate which ways of training a config's model fit on a card."""
+    """Estimate which ways of training a model fit on a GPU, and what to change."""
     from upweight.cli.fits import run
 
-    run(config, overrides or [], memory=memory)
+    run(target, overrides or [], memory=memory, method=method)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -159,7 +163,7 @@ def rewards(
     *,
     completions: Annotated[Path | None, typer.Option(help="JSON lines to score: prompt, completion, columns.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
-    count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Completions of each; default: as in training.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Try the rewards of a config without training."""
@@ -223,12 +227,12 @@ def inference(
     chat: Annotated[bool, typer.Option("--chat", help="Talk; /reset forgets, Ctrl-D ends.")] = False,
     system: Annotated[str | None, typer.Option(help="System text of prompts that have none.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are, without the chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Up to 512 where there is room otherwise.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most new tokens; default: up to 512.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Keep the likeliest tokens up to this share.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31, help="Makes sampling repeatable.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines for --prompt too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines for --prompt too.")] = False,
 ) -> None:
     """Let a trained model answer a prompt, a file of prompts, or you."""
     from upweight.cli.inference import run_inference
@@ -245,9 +249,10 @@ app.command()(new)
 @app.command()
 def init(
     method: Annotated[
-        str | None, typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; else lists all.")
+        str | None,
+        typer.Argument(metavar="METHOD", help="A value of `rl`, or sft, reward, prm, gym; none: list all."),
     ] = None,
-    folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder to write; default: named after the method.")] = None,
 ) -> None:
     """Write a starter: a commented config, sample rows, rewards."""
     from upweight.cli.starter.init import run
@@ -257,19 +262,24 @@ def init(
 
 @app.command()
 def choose(
+    file: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    *,
     have: Annotated[str | None, typer.Option(help="What you have; asked otherwise.")] = None,
-    want: Annotated[str | None, typer.Option(help="What should come of it; asked otherwise.")] = None,
+    want: Annotated[str | None, typer.Option(help="What you want; asked otherwise.")] = None,
 ) -> None:
     """Find the method that learns from what you have."""
     from upweight.cli.starter.choose import run
 
+    if file is not None:
+        ask = f"`upweight new {file}` proposes a method for a file of rows and writes its config"
+        raise UserError(f"{file}: choose takes no file; it asks what you have (--have, --want). Did you mean: {ask}?")
     run({"--have": have, "--want": want})
 
 
 @app.command(**TAKES_OVERRIDES)
 def doctor(
     target: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run; else this machine.")
+        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run folder; default: this machine.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -281,7 +291,7 @@ def doctor(
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="One of ours, or yours: mine.Method.")] = None) -> None:
+def methods(name: Annotated[str | None, typer.Argument(help="A method's name, or yours: mine.Method.")] = None) -> None:
     """List the training methods, or print the keys and needs of one."""
     from upweight.cli.methods import run
 
@@ -292,7 +302,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="One of ours, or you
 def check_method(
     target: Annotated[str, typer.Argument(help="mine.py, mine.py:name, mine.name, or a config.")],
     overrides: Overrides = None,
-    place: Annotated[str | None, typer.Option("--as", help="Where a function stands: grpo, advantages, dpo...")] = None,
+    place: Annotated[str | None, typer.Option("--as", help="Kind of the function: grpo, advantages, dpo...")] = None,
 ) -> None:
     """Try whether a method of yours has the properties that training relies on."""
     from upweight.cli.check_method import run
@@ -306,7 +316,7 @@ app.command()(docs)
 
 
 @app.command("agent-docs")
-def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those listed without it.")] = None) -> None:
+def agent_docs(topic: Annotated[str | None, typer.Argument(help="Topic; default: list the topics.")] = None) -> None:
     """Print a reference page for coding agents."""
     from upweight.cli.agent_docs import run
 
@@ -314,7 +324,9 @@ def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those li
 
 
 @app.command()
-def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a page.")] = False) -> None:
+def schema(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as Markdown.")] = False,
+) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown
 

@@ -8,7 +8,9 @@ import typer
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
 TrainedTarget = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
-Processes = Annotated[int | None, typer.Option("--num-processes", min=1, help="Ranks here; else one for each GPU.")]
+Processes = Annotated[
+    int | None, typer.Option("--num-processes", min=1, help="Processes on this machine; default: one for each GPU.")
+]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folder, or its config; several to compare.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -15,7 +15,7 @@ PLACES = (PACKAGE / "documentation", PACKAGE.parents[1] / "docs")
 
 
 def docs(
-    page: Annotated[str | None, typer.Argument(help="One of those listed without it.")] = None,
+    page: Annotated[str | None, typer.Argument(help="Name of a page; default: list the pages.")] = None,
     search: Annotated[str | None, typer.Option("--search", help="Print the lines that hold this text.")] = None,
 ) -> None:
     """Print a page of the documentation, list the pages, or search them."""

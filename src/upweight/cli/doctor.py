@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from upweight.cli.inputs import read_config
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
+from upweight.runs.files import no_such_run
 
 if TYPE_CHECKING:
     from upweight.doctor.findings import Finding
@@ -21,7 +22,7 @@ def run(target: str | None, overrides: list[str], *, as_json: bool) -> int:
         raise UserError(f"{target}: a key can only be set after a config")
     path = Path(target).expanduser() if target is not None else None
     if path is not None and not path.exists():
-        raise UserError(f"{target}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
+        raise UserError(no_such_run(path, "config or run"))
     # read before the libraries that train, which take seconds to load
     config = read_config(path, overrides) if path is not None and not path.is_dir() else None
 

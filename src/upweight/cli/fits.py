@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from upweight.cli.inputs import read_config
-from upweight.config import Config
+from upweight.config import Config, parse_config
 from upweight.config.resolve import memory_settings
+from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.models.memory import GIB, TrainedWeights, total_memory
 from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row_tokens, trained_weights
@@ -16,18 +17,32 @@ MODES = ("fast", "balanced", "lean")
 HEADINGS = ("trained", "memory", "weights", "training", "activations", "sampler", "total", "fits", "longest")
 ADAPTER_KEYS = {"all": "no 'adapter'", "lora": "'adapter: lora'", "qlora": "'adapter: qlora' with 'load_in_4bit: true'"}
 SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
+# How a method is chosen that `rl` does not name.
+CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 Way = tuple[TrainedWeights, str]  # which weights, in which mode
 
 
-def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
+def run(target: str | Path, overrides: list[str], *, memory: float | None, method: str | None = None) -> None:
     """Print one line for each way of training, and whether the config fits or what to change."""
-    config = read_config(path, overrides)
+    config = _config_of(target, overrides, method)
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
-    modes = {mode: read_config(path, [*overrides, f"memory={mode}"]) for mode in MODES}
+    modes = {mode: _config_of(target, [*overrides, f"memory={mode}"], method) for mode in MODES}
     print("\n".join(report(config, modes, memory * GIB)))
+
+
+def _config_of(target: str | Path, overrides: list[str], method: str | None) -> Config:
+    """Return the config in a file, or that of a model alone, which a LoRA trains by a method."""
+    path = Path(target).expanduser()
+    if (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml"):
+        if method is not None:
+            raise UserError("--method: the config chooses the method; leave it out, or set it: rl=NAME")
+        return read_config(path, overrides)
+    chosen = CHOSEN.get(method or "sft", {"rl": method})
+    content = {"base_model": str(target), "adapter": "lora", "lora_target_linear": True, **chosen}
+    return parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
 
 
 def report(config: Config, modes: dict[str, Config], card: float) -> list[str]:

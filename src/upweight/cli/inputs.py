@@ -1,6 +1,7 @@
 """What commands are given: a config, a trained model (its config, folder or name), a file of JSON lines."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, load_config, parse_config
-from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, suffix, without_end
+from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, without_end
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
+from upweight.data.sources.lookup import cannot_be_on_hub, existing, file_suffix
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.runs.files import RECORD, no_such_run, read_json
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -32,18 +35,28 @@ def load_with_notices(
     path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True
 ) -> Config:
     """Load a config and show its notices as warnings."""
-    read = read_config if asks_hub else load_config
-    config = read(path, overrides or [], fragment=fragment)
+    overrides = overrides or []
+    config = read_config(path, overrides, fragment=fragment, asks_hub=asks_hub)
     for notice in config.notices:
-        warn_once(notice)
+        # The config of a run has every key, so that only the keys of the command line are the user's.
+        if not _is_of_run(path) or any(notice.startswith(one.partition("=")[0]) for one in overrides):
+            warn_once(notice)
     return config
 
 
-def read_config(path: Path, overrides: list[str], *, fragment: bool = False) -> Config:
+def read_config(path: Path, overrides: list[str], *, fragment: bool = False, asks_hub: bool = True) -> Config:
     """Load the config of a command, with its `hub_timeout` in force."""
-    config = load_config(path, overrides, fragment=fragment)
-    _limit_hub(config)
+    folder = Path(read_json(path.parent / RECORD).get("config_folder", "")) if _is_of_run(path) else None
+    beside = folder if folder and folder.is_absolute() and folder.is_dir() else None  # the user's code is there
+    config = load_config(path, overrides, fragment=fragment, folder=beside)
+    if asks_hub:
+        _limit_hub(config)
     return config
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return whether a config was written by a run, into its folder."""
+    return path.name == RUN and (path.parent / RECORD).is_file()
 
 
 def _limit_hub(config: Config) -> None:
@@ -75,12 +88,11 @@ def check_lengths(config: Config) -> None:
     """Refuse a stream from a local folder whose files do not say how many rows they have; warn of one on the hub."""
     for stage in config.stages or (config,):
         for row in without_end(stage):
-            path = Path(row.path or "").expanduser()
-            here = next((place for place in (path, stage.folder / path) if place.exists()), None)
-            if row.path and here is None and not path.suffix and not row.path.startswith((".", "/", "~")):
+            here = existing(row.path, stage.folder)
+            if row.path and here is None and not cannot_be_on_hub(row.path):
                 warn_once(f"{UNKNOWN_LENGTH} ({row.path} is not here; a stream of the hub has no known length)")
-            files = [file for file in here.rglob("*") if file.is_file()] if row.path and here and here.is_dir() else []
-            if files and not any(suffix(file.name) == f".{COUNTED}" for file in files):
+            files = [file for file in here.rglob("*") if file.is_file()] if here and here.is_dir() else []
+            if files and not any(file_suffix(file) == f".{COUNTED}" for file in files):
                 raise UserError(UNKNOWN_LENGTH)
 
 
@@ -98,8 +110,9 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
         warn_once(f"{where} holds no trained model: {config.model.base_model} is used, untrained")
         return TrainedModel(config.model, None, config)
-    if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
-        raise UserError(f"{target}: there is neither a config nor a folder of that name")
+    if not path.exists() and (path.suffix in (".yaml", ".yml") or not _may_be_on_hub(target)):
+        hub = "" if "/" in target else " Models of the hub are named ORGANISATION/MODEL."
+        raise UserError(no_such_run(path, "config, run or model folder") + hub)
     from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
 
     refuse_damaged(path)
@@ -115,6 +128,11 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
     _limit_hub(config)
     return TrainedModel(config.model, adapter, config)
+
+
+def _may_be_on_hub(target: str) -> bool:
+    """Return whether a name can be that of a model on the hub; few have no organisation."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|(distil)?gpt2(-\w+)?", target) is not None
 
 
 def _of_run(folder: Path, config: Config) -> TrainedModel:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from upweight.config.config import how_to_choose
-from upweight.config.peers import FORMAT_NAMES
+from upweight.config.peers import FORMAT_NAMES, method_advice
 from upweight.config.schema import section_rows, summary_of
 from upweight.config.user_method import register_method
 from upweight.errors import UserError, did_you_mean
@@ -43,7 +43,7 @@ def run(name: str | None) -> None:
         return
     if name not in METHODS and not is_path(name):
         remedy = "A method of yours is named by its path: mine.Method, or mine.py:Method."
-        raise UserError(f"there is no method '{name}'.{did_you_mean(name, METHODS)} {remedy}")
+        raise UserError(f"there is no method '{name}'.{method_advice(name) or did_you_mean(name, METHODS)} {remedy}")
     print("\n".join(described(METHODS[name] if name in METHODS else register_method(name, Path.cwd()))))
 
 

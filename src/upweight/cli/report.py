@@ -13,6 +13,7 @@ import typer
 
 from upweight.cli.arguments import Runs
 from upweight.errors import UserError
+from upweight.runs.files import no_such_run
 
 EVERY_SECONDS = 2.0  # between two looks at a run
 CLEAR = "\x1b[2J\x1b[H"  # empties the terminal
@@ -52,8 +53,15 @@ def watch_text(runs: Sequence[Path]) -> None:
     from upweight.runs.report.page import PageReader
     from upweight.runs.report.text import is_over, text_page
 
-    reader = PageReader([run_folder(run) for run in runs])
-    live = sys.stdout.isatty()
+    folders, live = [run_folder(run) for run in runs], sys.stdout.isatty()
+    missing = [no_such_run(folder) for folder in folders if not folder.exists()]
+    if missing and not live:
+        raise UserError("\n".join(missing))
+    if missing:
+        print("\n".join([*missing, "It is shown once it begins; Ctrl-C ends."]), file=sys.stderr, flush=True)
+        while not any(folder.exists() for folder in folders):
+            time.sleep(EVERY_SECONDS)
+    reader = PageReader(folders)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             data = reader.read()
@@ -70,7 +78,7 @@ def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
     folders = [run_folder(run) for run in runs]
     for folder in folders:
         if not folder.exists():
-            print(f"{folder}: does not exist yet; its run is shown once it begins", file=sys.stderr)
+            print(f"{no_such_run(folder)} It is shown once it begins.", file=sys.stderr)
     with open_page_server(folders, port) as server:
         address = f"http://{HERE}:{server.server_address[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)

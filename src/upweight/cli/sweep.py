@@ -20,14 +20,14 @@ def sweep(
     *,
     output: Annotated[Path | None, typer.Option(help="Folder of the sweep; `sweep` in `output_dir` otherwise.")] = None,
     metric: Annotated[
-        str | None, typer.Option(help="What compares trials; else eval_reward, eval_loss, reward...")
+        str | None, typer.Option(help="Metric that compares trials; default: eval_reward, eval_loss, reward...")
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Try so many combinations, drawn by --seed.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    trials: Annotated[int | None, typer.Option(min=1, help="Try so many combinations, drawn at random.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --trials.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print the table as it stands, and train nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a config with several values of some keys; start it again to go on after an interruption."""
+    """Train a config with several values of some keys; start it again to continue after an interruption."""
     from upweight.config import load_config
     from upweight.runs.lock import lock_folder
     from upweight.runs.sweep.plan import check_trials, plan_trials

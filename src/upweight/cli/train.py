@@ -16,7 +16,7 @@ from upweight.config.yaml_file import read_yaml
 from upweight.errors import UserError
 from upweight.log import logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
-from upweight.runs.files import CONFIG, METRICS, read_json
+from upweight.runs.files import CONFIG, METRICS, no_such_run, read_json
 from upweight.runs.record import TRAINED, earlier_run
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
@@ -84,6 +84,8 @@ def _refuse_used_folder(config: Config, *, resume: bool) -> None:
 def run_evaluate(target: Path, overrides: list[str], *, start: Start, checkpoint: int | None = None) -> None:
     """Print the metrics of a config's model, or of what a run trained, on its evaluation data as one JSON object."""
     path, weights = target, None
+    if not target.exists():
+        raise UserError(no_such_run(target, "run or config"))
     if target.is_dir():
         path, weights = _run_to_evaluate(target, checkpoint)
     elif checkpoint is not None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from upweight.config.peers import method_advice
 from upweight.errors import did_you_mean
 from upweight.methods.users.function import UserFunction
 from upweight.settings import UserPath, branches, literals
@@ -70,6 +71,7 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     hint = ""
     if isinstance(value, str):
         hint = did_you_mean(value, choices, cutoff=0.7) or _corrected_form(value, expected, allowed)
+        hint = (method_advice(value) if path == ("rl",) else "") or hint
     if "a list" in expected and isinstance(value, dict):
         hint = " Begin each entry with '- '; in an override an entry has its number, from 0."
     if isinstance(value, datetime.date) or (isinstance(value, bool) and "text" in " ".join(expected)):

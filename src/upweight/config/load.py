@@ -27,10 +27,15 @@ AnySection = TypeVar("AnySection", bound=Section)
 MOST_SUGGESTIONS = 50  # finding the closest key is slow, and nobody reads more suggestions than this
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, fragment: bool = False) -> Config:
-    """Read a YAML file with overrides applied; with `fragment`, keys that a complete config requires may be missing."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, fragment: bool = False, folder: Path | None = None
+) -> Config:
+    """Read a YAML file with overrides applied; with `fragment`, keys that a complete config requires may be missing.
+
+    Files that it names are looked for in `folder` too, else in that of the file.
+    """
     content = apply_overrides(read_yaml(path), list(overrides))
-    return parse_config(content, folder=path.resolve().parent, fragment=fragment)
+    return parse_config(content, folder=folder or path.resolve().parent, fragment=fragment)
 
 
 def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = False) -> Config:

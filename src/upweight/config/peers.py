@@ -33,3 +33,9 @@ ZERO_NOT_TAKEN: dict[str, str] = TABLES["deepspeed"]
 def why_refused(path: str) -> str | None:
     """Return why a key of another trainer is refused, or None."""
     return REASONS.get(path) or next((reason for key, reason in REASONS.items() if fnmatchcase(path, key)), None)
+
+
+def method_advice(name: str) -> str:
+    """Return what to write for a method of another name, as the end of a message, or an empty text."""
+    advice = TABLES["methods"].get(name.strip().lower().replace("-", "_").replace("++", "_plus_plus"))
+    return f" {advice[:1].upper()}{advice[1:]}." if advice else ""

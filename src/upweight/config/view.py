@@ -1,6 +1,7 @@
 """The config by YAML names: what a user's transform receives as `cfg`, and what is written into the run folder."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -54,8 +55,9 @@ def yaml_content(config: Config) -> dict[str, Any]:
         if name != "environment" or path in config.set_keys  # kinds of environments refuse others' keys
     )
     for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
-        if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
-            row["path"] = str((config.folder / row["path"]).resolve())
+        places = [place / row["path"] for place in (Path.cwd(), config.folder)] if row.get("path") else []
+        if (file := next((place for place in places if place.exists()), None)) is not None:
+            row["path"] = str(file.resolve())  # the copy lies in another folder
     idle = (
         *(("lora", "peft") if config.adapter.kind is None else ()),
         *(("fsdp",) if not config.sharding.fsdp else ()),

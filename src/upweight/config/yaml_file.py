@@ -11,6 +11,7 @@ from upweight.errors import UserError
 
 MAX_DEPTH = 40
 MAX_SIZE = 100_000  # values after anchors are expanded; a config has hundreds
+ROWS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow")  # endings of data
 HINTS = {
     "found character '\\t'": "indent with spaces",
     "mapping values are not allowed here": "indent this line as its neighbours, or put a text with ': ' in quotes",
@@ -44,6 +45,8 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file."""
+    if path.suffix.lower() in ROWS and path.is_file():
+        raise UserError(f"{path}: is a file of rows, not a config. `upweight new {path}` writes a config for it.")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -63,9 +66,11 @@ def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, 
     result = copy_tree(content)
     for item in _joined_options(overrides):
         key, equals, value = item.partition("=")
-        parts = [part for part in re.split(r"[.\[\]]", key) if part]
+        parts = [part for part in re.split(r"[.\[\]]", key.strip()) if part]
         if not equals or not parts or len(parts) > MAX_DEPTH:
-            raise UserError(f"{item[:80]}: an override is written key=value, such as trl.beta=0.01.")
+            example = f"{item}=VALUE" if re.fullmatch(r"[A-Za-z_][\w.]{0,60}", item) else "trl.beta=0.01"
+            problem = "a key is set by key=value, without spaces around the '='"
+            raise UserError(f"{item[:80]}: {problem}, such as {example}.")
         _set_value(result, parts, value if " #" in value else _parse(value, item), item)
     return result
 
@@ -80,6 +85,12 @@ def _joined_options(overrides: list[str]) -> Iterator[str]:
         key, equals, value = item[2:].partition("=")
         if not equals:
             value = next(items, None)
+        if key == "set":  # as other programs write it
+            if value is None or "=" not in value:
+                problem = f"--set{'' if value is None else f' {value[:80]}'}: write --set key=value"
+                raise UserError(f"{problem}, such as --set learning_rate=1e-5 or --set trl.beta=0.01.")
+            yield value
+            continue
         if value is None:
             raise UserError(f"{item}: no such option, and no value for a key of that name. Write key=value.")
         yield f"{key.replace('-', '_')}={value}"

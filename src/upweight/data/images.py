@@ -8,7 +8,7 @@ is tokenized.
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -45,15 +45,7 @@ class RowImages:
     def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Loaded]]:
         """Return a row with marks in place of images in its texts, without their columns; and the images."""
         loaded: list[Loaded] = []
-        number_of: dict[str, int] = {}
-
-        def number(source: Any, key: str) -> int:
-            one = self._load(source, key)
-            if one[0].digest not in number_of:
-                number_of[one[0].digest] = len(loaded)
-                loaded.append(one)
-            return number_of[one[0].digest]
-
+        number = self._numbering(loaded)
         columns = [name for name in COLUMNS if row.get(name) is not None]
         listed: list[int] = []
         for name in columns:
@@ -70,6 +62,23 @@ class RowImages:
         elif listed and parts.most != len(listed):
             raise RowError(columns[0], f"an image for each of the {parts.most} image parts, got {len(listed)}")
         return marked, loaded
+
+    def mark(self, messages: Sequence[Mapping[str, Any]], loaded: list[Loaded]) -> list[dict[str, Any]]:
+        """Return messages that hold their images, with marks in place of these; new ones are added to `loaded`."""
+        return _Parts(self._numbering(loaded), ()).marked(messages, "messages")
+
+    def _numbering(self, loaded: list[Loaded]) -> Callable[[Any, str], int]:
+        """Return a function from an image and its key to its number in `loaded`, which it adds a new one to."""
+        number_of = {ref.digest: number for number, (ref, _) in enumerate(loaded)}
+
+        def number(source: Any, key: str) -> int:
+            one = self._load(source, key)
+            if one[0].digest not in number_of:
+                number_of[one[0].digest] = len(loaded)
+                loaded.append(one)
+            return number_of[one[0].digest]
+
+        return number
 
     def _place(self, row: dict[str, Any], listed: Sequence[int], column: str) -> None:
         """Put the images of a column where a text names them, else into the first user message."""
@@ -280,7 +289,7 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
     if not used:
         raise RowError("images", "a text in which the images have a place; this format leaves them out")
     refs = [images[int(number)][0] for number in used]
-    columns = {**record.columns, "images": [_column(ref) for ref in refs]}
+    columns = {**record.columns, "images": image_column(refs)}
     ids = columns.get("prompt_ids", columns.get("input_ids", []))
     at = [place for place, token in enumerate(ids) if token == refs[0].token_id]
     in_completions = any(refs[0].token_id in columns.get(name, ()) for name in COMPLETIONS)
@@ -313,8 +322,9 @@ def _unmarked(value: Any, placeholder: str) -> Any:
     return MARKS.sub(placeholder, value) if isinstance(value, str) else value
 
 
-def _column(ref: ImageRef) -> dict[str, Any]:
-    return {**vars(ref), "grid": None if ref.grid is None else list(ref.grid)}
+def image_column(refs: Sequence[ImageRef]) -> list[dict[str, Any]]:
+    """Return the column of a prepared row with references to images."""
+    return [{**vars(ref), "grid": None if ref.grid is None else list(ref.grid)} for ref in refs]
 
 
 def image_refs(row: Mapping[str, Any]) -> tuple[ImageRef, ...]:
@@ -325,10 +335,10 @@ def image_refs(row: Mapping[str, Any]) -> tuple[ImageRef, ...]:
     return tuple(ImageRef(**{**ref, "grid": None if ref["grid"] is None else tuple(ref["grid"])}) for ref in refs)
 
 
-def open_images(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a prepared row, as Pillow has them, each with the `filename` of what it was read from."""
+def open_images(refs: Sequence[ImageRef]) -> list[Any]:
+    """Return images as Pillow has them, each with the `filename` of what it was read from."""
     opened = []
-    for ref in image_refs(row):
+    for ref in refs:
         image = open_image(Path(ref.path).read_bytes())
         image.filename = ref.path
         opened.append(image)

@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any
 
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
-from upweight.environments.tools import as_text, methods_of, opening_messages, public_methods, schema_of, tool_message
+from upweight.environments.tools import (
+    as_content,
+    image_parts,
+    methods_of,
+    opening_messages,
+    public_methods,
+    schema_of,
+    tool_message,
+)
 from upweight.errors import UserError, did_you_mean
 from upweight.event_loop import EventLoop
 from upweight.user_modules import describe_error
@@ -164,8 +172,8 @@ class PythonEpisode(Episode):
             chosen_by = ("environment",) if isinstance(self._environment.factory, Mapping) else ()
             columns = {name: value for name, value in row.items() if name not in ("prompt_ids", *chosen_by)}
             observation = await self._run_method(self._object.reset, **_accepted_columns(self._object.reset, columns))
-            if isinstance(observation, str):
-                messages = opening_messages(messages, observation)
+            if isinstance(observation, str) or image_parts(observation):
+                messages = opening_messages(messages, image_parts(observation) or observation)
             elif observation is not None:
                 messages += _messages(observation)
         return Opening(messages, list(schemas.values()))
@@ -204,11 +212,11 @@ class PythonEpisode(Episode):
     async def _run_tool(self, call: ToolCall) -> tuple[Message, bool]:
         """Run a tool call; return its result as a message, and whether it succeeded."""
         environment, problem = self._environment, call.error or _call_mismatch(call, self._tools)
-        content = f"error: {problem}"
+        content: str | list[dict[str, Any]] = f"error: {problem}"
         if problem is None:
             try:
                 function, limit = self._tools[call.name], environment.tool_timeout
-                content = as_text(await environment.calls(function, limit=limit, **call.arguments))
+                content = as_content(await environment.calls(function, limit=limit, **call.arguments))
             except CallTimeout as error:
                 if call.name not in environment.tools:
                     raise  # the call still runs, so the state of the object is not known
@@ -234,7 +242,8 @@ def _step_reply(observation: Any) -> Reply:
     observation, done = observation if is_pair else (observation, False)
     if done or observation is None:
         return Reply()
-    return Reply(_messages({"role": "user", "content": observation} if isinstance(observation, str) else observation))
+    content = observation if isinstance(observation, str) else image_parts(observation)
+    return Reply(_messages(observation if content is None else {"role": "user", "content": content}))
 
 
 def _messages(observation: Any) -> list[dict[str, Any]]:

@@ -42,20 +42,52 @@ def public_methods(cls: type) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS}
 
 
-def tool_message(call: ToolCall, content: str) -> Message:
+def tool_message(call: ToolCall, content: str | list[dict[str, Any]]) -> Message:
     call_id = {"tool_call_id": call.id} if call.id else {}
     return {"role": "tool", "name": call.name, "content": content, **call_id}
 
 
-def opening_messages(prompt: Any, text: str = "") -> list[Message]:
+def opening_messages(prompt: Any, text: str | list[dict[str, Any]] = "") -> list[Message]:
     """Return a prompt's messages with `text` added: to the last message where that is the user's, else as a new one."""
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
     if not text:
         return messages
-    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
-        content = messages[-1]["content"]
-        return [*messages[:-1], {**messages[-1], "content": f"{content}\n\n{text}" if content else text}]
+    if messages and messages[-1].get("role") == "user":
+        content = messages[-1].get("content")
+        if isinstance(content, str) and isinstance(text, str):
+            return [*messages[:-1], {**messages[-1], "content": f"{content}\n\n{text}" if content else text}]
+        if isinstance(text, list) or isinstance(content, list):  # with images
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+            more = text if isinstance(text, list) else [{"type": "text", "text": f"\n\n{text}"}]
+            return [*messages[:-1], {**messages[-1], "content": [*parts, *more]}]
     return [*messages, {"role": "user", "content": text}]
+
+
+def as_content(value: Any) -> str | list[dict[str, Any]]:
+    """Return what a tool returned as the content of a message: parts where an image is in it, else text."""
+    return image_parts(value) or as_text(value)
+
+
+def image_parts(value: Any) -> list[dict[str, Any]] | None:
+    """Return an image, or a list of texts and images, as content parts; None if there is no image in it."""
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, str) or _is_image(item) for item in items):
+        return None
+    if all(isinstance(item, str) for item in items):
+        return None
+    return [_part(item) for item in items]
+
+
+def _is_image(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return item.get("type") in ("image", "image_url", "input_image")
+    return callable(getattr(item, "convert", None)) and callable(getattr(item, "save", None))  # of Pillow
+
+
+def _part(item: Any) -> dict[str, Any]:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    return dict(item) if isinstance(item, Mapping) else {"type": "image", "image": item}
 
 
 def as_text(value: Any) -> str:

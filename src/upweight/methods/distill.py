@@ -66,7 +66,7 @@ class Distill(Method):
     tail: Tail = setting(
         "distill.tail",
         "bucket",
-        "With `distill.top_k`: all other tokens are one bucket, are dropped, or the rest is renormalised.",
+        "Tokens beyond `distill.top_k`: one bucket, dropped, or both sides are renormalised without them.",
     )
     coef: float = setting("distill.coef", 1.0, "Weight of the divergence.", ge=0)
     temperature_squared: bool = setting(

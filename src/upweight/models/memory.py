@@ -237,7 +237,8 @@ def free_memory(device: torch.device) -> int:
 def total_memory(device: torch.device) -> int:
     """Return the bytes of a device that this process may use."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return int(torch.cuda.mem_get_info(index)[1] * torch.cuda.get_per_process_memory_fraction(index))
     return torch.mps.recommended_max_memory() if device.type == "mps" else psutil.virtual_memory().total
 
 

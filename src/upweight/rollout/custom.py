@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from upweight.data.images import image_refs, open_images
 from upweight.data.raw_row import common_start
 from upweight.environments.tools import opening_messages
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.modules import dropout_off, unwrap_peft
+from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.completion_source import CompletionSource
 from upweight.sampler.hf_generate import generation_config
@@ -62,13 +64,17 @@ class CustomRollout(CompletionSource):
         prompts = []
         for group in each:
             columns = {name: value for name, value in group.row.items() if name != "prompt_ids"}
+            if refs := image_refs(group.row):
+                columns |= {"images": open_images(refs), "prompt": _prompt_with_images(group)}
             prompts.append({**columns, "messages": opening_messages(columns.get("prompt"))})
         torch.manual_seed(sampling.seed or 0)
         options = {}
         if "generation_config" in inspect.signature(self.function).parameters:
             ids = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
             options["generation_config"] = generation_config(sampling, *ids)
-        texts = self._call_function(self.model, RolloutTokenizer(self.tokenizer), prompts, **options)
+        reader = image_reader(self.tokenizer)
+        processing = RolloutTokenizer(self.tokenizer if reader is None else reader.processor)
+        texts = self._call_function(self.model, processing, prompts, **options)
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
         if len(texts) != len(each):
@@ -79,6 +85,9 @@ class CustomRollout(CompletionSource):
         """Return a text as a completion: with an end token where the limit has room for it, else cut at the limit."""
         end: list[Any] = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         ids = self.tokenizer.encode(text, add_special_tokens=False)
+        reader = image_reader(self.tokenizer)
+        if reader is not None:  # the name of the token that stands for images, which a text may have
+            ids = [token for token in ids if token != reader.token_id]
         if len(ids) + len(end) <= limit:
             return Completion([*ids, *end], [], [], finished=True, text=text)
         if len(ids) > limit:
@@ -96,7 +105,7 @@ class CustomRollout(CompletionSource):
             )  # fmt: skip
 
     def _tokens(self, groups: Sequence[Group], each: Sequence[Group], sampling: Sampling) -> list[Completion]:
-        returned = self._call_function([group.row.get("prompt") for group in each], self.trainer)
+        returned = self._call_function([_prompt_with_images(group) for group in each], self.trainer)
         if not isinstance(returned, Mapping) or not {"prompt_ids", "completion_ids"} <= set(returned):
             keys = ", ".join(TOKEN_KEYS)
             raise UserError(f"trl.rollout_func: '{self.name}' must return a dict with {keys}, got {_kind(returned)}.")
@@ -113,9 +122,21 @@ class CustomRollout(CompletionSource):
             group.prompt_ids = common_start([prompts[number] for number in numbers])
             group.extras |= {key: [returned[key][number] for number in numbers] for key in extras}
             for number in numbers:
+                self._check_images(group, number, [*prompts[number], *returned["completion_ids"][number]])
                 prompt_rest = prompts[number][len(group.prompt_ids) :]
                 completions.append(self._from_tokens(returned, number, prompt_rest, sampling.max_new_tokens))
         return completions
+
+    def _check_images(self, group: Group, number: int, ids: Sequence[Any]) -> None:
+        """Raise where the tokens of a completion and its prompt do not stand for the images of the row."""
+        reader, refs = image_reader(self.tokenizer), image_refs(group.row)
+        if reader is None:
+            return
+        wanted, given = sum(ref.tokens for ref in refs), sum(int(token) == reader.token_id for token in ids)
+        if wanted != given:
+            problem = f"{given} tokens stand for images, and the row's take {wanted}"
+            remedy = "Get prompt_ids from the processor, and suppress its image token while sampling."
+            raise UserError(f"trl.rollout_func: '{self.name}', completion {number}: {problem}. {remedy}")
 
     def _from_tokens(self, returned: Mapping[str, Any], number: int, prompt_rest: list[int], limit: int) -> Completion:
         """Return a completion as it was returned, after the part of its prompt that its group does not share."""
@@ -205,8 +226,8 @@ class CustomBackend:
 class RolloutTokenizer:
     """A tokenizer whose `apply_chat_template` takes `processing_class` in place of `tokenize`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer  # or a processor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -222,6 +243,25 @@ class RolloutTokenizer:
         if "processing_class" in kwargs:
             kwargs["tokenize"] = bool(kwargs.pop("processing_class"))
         return self._tokenizer.apply_chat_template(*args, **kwargs)
+
+
+def _prompt_with_images(group: Group) -> Any:
+    """Return a prompt as functions get it: its image parts hold the images of the row."""
+    prompt, refs = group.row.get("prompt"), image_refs(group.row)
+    if not refs or not isinstance(prompt, list):
+        return prompt
+    images = iter(open_images(refs))
+
+    def filled(part: Any) -> Any:
+        bare = isinstance(part, Mapping) and part.get("type") == "image"
+        return {**part, "image": next(images)} if bare else part
+
+    return [
+        {**message, "content": [filled(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in prompt
+    ]
 
 
 def _returns_text(function: Callable[..., Any], name: str) -> bool:

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from upweight.data.images import image_refs, open_images
+from upweight.data.images import open_images
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import RewardResult
-from upweight.rollout.rollout import content_of
+from upweight.rollout.rollout import content_of, images_of
 from upweight.rollout.summary import join_metrics
 from upweight.types import Completion, Group
 
@@ -24,9 +24,11 @@ def reward_call(groups: Sequence[Group], decode: Callable[[list[int]], str], tra
     ]
     names = dict.fromkeys(name for group in groups for name in group.row if name not in PREPARED_COLUMNS)
     columns = {name: [group.row.get(name) for _, group, _, _ in each] for name in names}
-    if any(image_refs(group.row) for group in groups):
-        opened = [open_images(group.row) for group in groups]
-        columns["images"] = [opened[index] for index, *_ in each]
+    shown = [images_of(group, one) for _, group, _, one in each]
+    if any(shown):
+        distinct = {ref.digest: ref for refs in shown for ref in refs}
+        opened = dict(zip(distinct, open_images(list(distinct.values())), strict=True))
+        columns["images"] = [[opened[ref.digest] for ref in refs] for refs in shown]
     for name in dict.fromkeys(name for group in groups for name in group.extras):
         values = [(group.extras.get(name), number) for _, group, number, _ in each]
         columns[name] = [column[number] if column else None for column, number in values]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from upweight.data.images import image_refs
+from upweight.rollout.rollout import images_of
 from upweight.types import Completion, Group, Sample, Unit
 
 SAMPLED, FAILED, DEMONSTRATION = 0, -1, 1  # labels, where some samples are not the policy's
@@ -35,8 +35,8 @@ def units_of_groups(
                 )
                 for segment in completion.segments
             ]
-            if images := image_refs(group.row):
-                segments = [replace(segment, images=images) for segment in segments]
+            shown = [images_of(group, segment) for segment in completion.segments]
+            segments = [replace(segment, images=images) for segment, images in zip(segments, shown, strict=True)]
             tokens = [int(segment.loss_mask.sum()) for segment in segments]
             shares = [count / sum(tokens) if sum(tokens) else 1 / len(segments) for count in tokens]
             parts = zip(segments, shares, strict=True)
@@ -111,4 +111,5 @@ def _sample_of(
         drawn_logps=logps,
         versions=np.array(versions, np.float32)[sampled],
         token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
+        routes=completion.routes,
     )

@@ -4,12 +4,17 @@ import hashlib
 import json
 import os
 import socket
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from upweight.errors import closest
 
 METRICS, CONFIG, HEALTH, RECORD, REPORT = "metrics.jsonl", "config.yaml", "health.jsonl", "run.json", "report.html"
 EXPERT_LOAD = "expert_load.jsonl"  # of a mixture of experts
 COMPLETIONS = "completions"  # a folder
+RUN_OR_MODEL = (METRICS, RECORD, "adapter_config.json", "config.json")  # files by which a folder is known as one
+MOST_LOOKED_AT, MOST_LISTED = 2000, 8  # folders in which a run is looked for, names in a message
 
 
 def this_machine() -> str:
@@ -23,6 +28,20 @@ def unwritable_reason(folder: Path) -> str | None:
     if not existing.is_dir():
         return f"{existing} is a file"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
+
+
+def no_such_run(path: Path, what: str = "run") -> str:
+    """Return the message about a folder that is not there, with the names of runs and models near it."""
+    above = path.parent if path.parent.is_dir() else Path()
+    there = islice((folder for pattern in ("*", "*/*") for folder in sorted(above.glob(pattern))), MOST_LOOKED_AT)
+    names = [str(folder) for folder in there if any((folder / mark).is_file() for mark in RUN_OR_MODEL)]
+    near = closest(path.name, (Path(name).name for name in names)) or closest(str(path), names)
+    near = next((name for name in names if near in (name, Path(name).name)), None) if near else None
+    listed = ", ".join(names[:MOST_LISTED]) + (", ..." if len(names) > MOST_LISTED else "")
+    known = (
+        f" Here are: {listed}." if names else " There is none here; a run's folder is the `output_dir` of its config."
+    )
+    return f"{path}: there is no such {what}.{f' Did you mean {near!r}?' if near else ''}{known}"
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
-from upweight.train.policy import Policy, load_policy, make_policy, refuse_with_images
+from upweight.train.policy import Policy, image_problems, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
@@ -86,8 +86,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    reads, acts = image_reader(tokenizer) is not None and "images" in first, env_setup is not None
-    optim = _with_images(config, model, ranks.num_processes, sharding, acts=acts) if reads else config.optim
+    reads = image_reader(tokenizer) is not None and "images" in first
+    optim = _with_images(config, model, ranks.num_processes, sharding) if reads else config.optim
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -138,9 +138,13 @@ def _first_row(train: Dataset | RowFeed, objects: Objects) -> Mapping[str, Any]:
     return train[0]
 
 
-def _with_images(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> OptimSection:
+def _with_images(config: Config, model: Model, ranks: int, sharding: Sharding) -> OptimSection:
     """Return the settings for rows with images; raise for those that do not go with them."""
-    refuse_with_images(config, model, ranks, sharding, acts=acts)
+    problems = list(image_problems(config, model, ranks, sharding))
+    if config.gym.enabled or config.environment.kind == "openenv":
+        problems.append("environment: servers get no images; leave it out, or write a class (environment.class).")
+    if problems:
+        raise UserError("\n".join(problems))
     return config.optim.model_copy(update={"activation_offloading": False})  # `memory` may have set it
 
 

@@ -74,21 +74,30 @@ class FeedLoader:
     """
 
     def __init__(
-        self, feed: RowFeed, method: Method, batch_size: int, steps_done: Callable[[], int], *, compare: bool
+        self,
+        feed: RowFeed,
+        method: Method,
+        batch_size: int,
+        steps_done: Callable[[], int],
+        *,
+        compare: bool,
+        drop_last: bool = False,
     ) -> None:
         self.dataset, self.method, self.batch_size = feed, method, batch_size
-        self.steps_done, self.compare = steps_done, compare
+        self.steps_done, self.compare, self.drop_last = steps_done, compare, drop_last
         self._last: deque[tuple[int, list[Unit]]] = deque(maxlen=STEPS_KEPT)
 
     def __len__(self) -> int:
         rows: int = len(self.dataset)
-        return (rows + self.batch_size - 1) // self.batch_size
+        return max(rows // self.batch_size, 1) if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        known = self.dataset.epoch_rows is not None
-        for _ in range(self.steps_done() % len(self), len(self)) if known else count():
-            step = self.steps_done()
-            rows = self.dataset.take(self.batch_size, step)
+        in_epoch = self.dataset.epoch_rows
+        for _ in count() if in_epoch is None else range(self.steps_done() % len(self), len(self)):
+            step, size = self.steps_done(), self.batch_size
+            if in_epoch is not None and not self.drop_last:  # the last step of an epoch has what is left of it
+                size = min(size, in_epoch - self.dataset.taken % in_epoch)
+            rows = self.dataset.take(size, step)
             units = units_of([fed.row for fed in rows], self.method, compare=self.compare)
             self._last.append((step, units))
             yield {"units": units, "sources": [rows[unit.group].source for unit in units]}

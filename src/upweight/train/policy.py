@@ -256,14 +256,8 @@ def _reference(
     return make_reference(kind, model, dtype, synced=synced, offload=offload, separate_model=separate)
 
 
-def refuse_with_images(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> None:
-    """Raise for settings with which images are not trained on."""
-    problems = list(_image_problems(config, model, ranks, sharding, acts=acts))
-    if problems:
-        raise UserError("\n".join(problems))
-
-
-def _image_problems(config: Config, model: Model, ranks: int, sharding: Sharding, *, acts: bool) -> Iterator[str]:
+def image_problems(config: Config, model: Model, ranks: int, sharding: Sharding) -> Iterator[str]:
+    """Yield what is wrong with settings with which images are not trained on."""
     if sharding != "none":
         yield "fsdp, deepspeed: rows with images need whole weights on each rank; leave it out."
     if config.sharding.context_parallel_size > 1:
@@ -274,10 +268,8 @@ def _image_problems(config: Config, model: Model, ranks: int, sharding: Sharding
         yield "activation_offloading: it does not cover rows with images; leave it out."
     if config.method.online and config.rollout.use_vllm:
         yield "trl.use_vllm: images are not sent to vLLM yet; leave it out to sample in this process."
-    if config.method.online and (config.rollout.rollout_backend or config.rollout.rollout_func):
-        yield "trl.rollout_func, trl.rollout_backend: code of yours gets no images; leave it out."
-    if acts:
-        yield "environment: episodes with tools or environments have no images yet; leave it out."
+    if config.method.online and config.rollout.rollout_backend:
+        yield "trl.rollout_backend: a backend of yours gets no images; leave it out, or write a trl.rollout_func."
     base = unwrap_peft(model)
     weights = [weight for name in vision_module_names(base) for weight in base.get_submodule(name).parameters()]
     if ranks > 1 and any(weight.requires_grad for weight in weights):

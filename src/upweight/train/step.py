@@ -25,6 +25,7 @@ from upweight.train.by_source import losses_by_source
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.experts.balance import RouterBalance
+from upweight.train.experts.replay import replay_metrics
 from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.train.recording.metrics import Meters
 from upweight.train.row_check import RowCheck
@@ -95,7 +96,7 @@ class StepRunner:
                 if self.balance is not None:
                     loss = loss + self.balance.row_loss(out) * self.accelerator.num_processes
                 self.accelerator.backward(loss)
-            metered.append(metrics)
+            metered += [metrics, replay_metrics(out)]
             total += loss.detach() / self.packer.context_size
             if sources is not None and len(self.sources) > 1 and row.unit_numbers:
                 names = {number: self.sources[sources[number]] for number in row.unit_numbers}
@@ -176,7 +177,7 @@ class StepRunner:
     def _count_choices(self, model: nn.Module, rows: Sequence[PackedRow], balance: RouterBalance) -> None:
         """Count how often each expert is chosen in the step, by a pass over the body alone."""
         for row in rows:
-            balance.count(self.engine(model, row.batch, head=False, routers=True))
+            balance.count(self.engine(model, row.batch, head=False, routers=True, replay=self.engine.replay))
         balance.finish_count()
 
     def _taught(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterable[PackedRow]:
@@ -194,6 +195,7 @@ class StepRunner:
             with torch.no_grad(), self.reference.use(model) as reference:
                 known = self.engine(reference, batch, temperature=row.temperature).logps_T
         given = {"teacher": row.teacher, "divergence": self.method.comparison, "routers": routers}
+        given["replay"] = self.engine.replay
         out = self.engine(model, batch, self.method.statistics, temperature=row.temperature, **given)
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
@@ -238,16 +240,17 @@ class StepRunner:
 
     @torch.no_grad()
     def logps(
-        self, model: nn.Module, units: Sequence[Unit], engine: Engine | None = None
+        self, model: nn.Module, units: Sequence[Unit], engine: Engine | None = None, *, replays: bool = False
     ) -> list[list[NDArray[np.float32]]]:
         """Return the log-probs of each unit's scored tokens on every rank; zero for the first token of a sequence.
 
-        `engine`: that of a model which is not the policy.
+        `engine`: that of a model which is not the policy; `replays`: with the experts of the sampler, for the policy.
         """
         rank_logps: dict[int, list[NDArray[np.float32]]] = {}
         engine = engine or self.engine
         for row in dataclasses.replace(self.packer, engine=engine).rows(units, self.token_budget):
-            logps_T = engine(model, row.batch, temperature=row.temperature).logps_T
+            replay = engine.replay if replays else None
+            logps_T = engine(model, row.batch, temperature=row.temperature, replay=replay).logps_T
             assert logps_T is not None
             samples = [sample for number in row.unit_numbers for sample in units[number].samples]
             counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))

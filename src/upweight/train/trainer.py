@@ -169,7 +169,8 @@ class MethodTrainer(Trainer):
         args, steps_done = self.args, lambda: self.state.global_step
         batch = args.per_device_train_batch_size * self.runner.packer.data_parallel_size
         if self.feed is not None:
-            self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, compare=not self.shuffle)
+            options = {"compare": not self.shuffle, "drop_last": args.dataloader_drop_last}
+            self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, **options)
             return self.feed_loader
         rows = len(self.train_dataset)
         self.sampler = StepBatchSampler(rows, batch, args.seed, self.shuffle, args.dataloader_drop_last, steps_done)

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shutil
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from upweight.errors import UserError
 TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
 {{ one.content }}<|im_end|>
 {% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt }}"""
+WHOLE = ("val_set_size=0", "eval_samples=0")  # hold nothing out
 PAIRS = [{"question": f"What is {n}?", "good": f"It is {n}.", "bad": "No idea."} for n in range(20)]
 
 
@@ -42,12 +45,12 @@ def write_csv(file, rows):
     ],
 )
 def test_the_method_is_proposed_by_the_columns(columns, method):
-    assert propose(columns, dict.fromkeys(columns, "true"))[0] == method
+    assert propose(columns, [dict.fromkeys(columns, "true")])[0] == method
 
 
 def test_columns_that_nobody_knows():
     with pytest.raises(UserError, match="no column is recognised among a, b"):
-        propose(["a", "b"], {})
+        propose(["a", "b"], [{}])
 
 
 def test_a_csv_becomes_a_config_that_trains(tmp_path, model):
@@ -66,6 +69,39 @@ def test_a_csv_becomes_a_config_that_trains(tmp_path, model):
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "mine-out" / "adapter_config.json").is_file()
     assert "would be written over" in upweight("new", "mine.csv", "--yes", folder=tmp_path).stderr
+
+
+def test_columns_that_are_not_read_and_ratings_are_mentioned(tmp_path, model):
+    write_csv(tmp_path / "rated.csv", [{"prompt": "Why?", "response": "So.", "rating": n % 5 + 1} for n in range(6)])
+    done = upweight("new", "rated.csv", "--model", model, "--yes", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not read by sft: rating\n" in done.stderr
+    assert "'rating' holds ratings: `filter: mine.good` in the entry trains on good rows only" in done.stderr
+    (tmp_path / "mine.py").write_text("def good(row): return float(row['rating']) >= 4")  # as it proposes
+    entry = "datasets.0.filter=mine.good"
+    shown = upweight("preprocess", "config.yaml", "--show", 9, entry, *WHOLE, folder=tmp_path)
+    assert len(shown.stdout.splitlines()) == 2, shown.stderr
+
+
+def test_lengths_count_what_the_chat_template_adds(tmp_path, model):
+    polite = tmp_path / "polite"
+    shutil.copytree(model, polite)
+    said = "be polite " * 40
+    (polite / "chat_template.jinja").write_text(f"<|im_start|>system\n{said}<|im_end|>\n{TEMPLATE}")
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    for name, folder in (("plain", model), ("polite", polite)):
+        done = upweight("new", "mine.csv", "--model", folder, "--output", f"{name}.yaml", "--yes", folder=tmp_path)
+        assert "turns and system text included" in done.stderr
+        shown = upweight("preprocess", f"{name}.yaml", *WHOLE, folder=tmp_path)
+        longest = int(re.search(r"lengths: up to (\d+) tokens", done.stderr)[1])
+        assert re.search(rf"^sequence\b.*\b{longest}$", shown.stderr, re.MULTILINE), shown.stderr
+
+
+@pytest.mark.parametrize("wrong", [("choose", "mine.csv"), ("init", "mine.csv"), ("train", "mine.csv")])
+def test_a_file_of_rows_in_another_place_is_answered_with_new(tmp_path, wrong):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    done = upweight(*wrong, folder=tmp_path)
+    assert (done.returncode, "`upweight new mine.csv`" in done.stderr) == (2, True)
 
 
 def test_prompts_get_a_reward_to_change(tmp_path, model):

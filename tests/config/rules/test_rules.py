@@ -151,6 +151,18 @@ BROKEN = {
         **ROLLED,
         "trl": {**ROLLED["trl"], "rollout_backend": "b.C"},
     },
+    "trl.routing_replay: experts that vLLM chose": served(routing_replay=True),
+    "trl.routing_replay: code of yours": {**ROLLED, "trl": {**ROLLED["trl"], "routing_replay": "measure"}},
+    "trl.routing_replay: needs whole weights": {
+        **GRPO,
+        "fsdp": True,
+        "trl": {**GRPO["trl"], "routing_replay": True},
+    },
+    "trl.routing_replay: experts of rows that ranks share": {
+        **GRPO,
+        "context_parallel_size": 2,
+        "trl": {**GRPO["trl"], "routing_replay": True},
+    },
     "trl.rollout_backend: there is no 'mine'": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "mine"}},
     "trl.rollout_backend: vLLM is chosen by": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "vllm_server"}},
     "trl.rollout_backend: needs all weights": {
@@ -365,7 +377,8 @@ def test_plain_configs_have_nothing_to_say(content):
     [
         ({**GRPO, "learning_rate": 0.1}, "1e-7 to 1e-5 is usual for grpo where all weights train; try"),
         ({**GRPO, **LORA, "learning_rate": 0.1}, "1e-6 to 1e-4 is usual for grpo with 'adapter: lora'; try"),
-        ({**WHOLE, "learning_rate": 1e-9}, "far below what is usual and hardly moves a model"),
+        ({**WHOLE, "learning_rate": 1e-2}, "far above what is usual and ruins a model"),
+        ({**WHOLE, "learning_rate": 1e-10}, "far below what is usual and hardly moves a model"),
         ({**WHOLE, **LORA, "learning_rate": 1e-3}, None),
         ({**GRPO, **LORA, "learning_rate": 1e-4}, None),
         ({**WHOLE, "learning_rate": 0.1, "optimizer": "sgd"}, None),
@@ -408,6 +421,22 @@ def test_a_stream_whose_files_do_not_say_their_length_needs_steps(entry):
     parse_config({**content, "max_steps": 3}, folder=Path())
     parse_config({**content, "datasets": [{**entry, "max_samples": 9}]}, folder=Path())
     parse_config(content, folder=Path(), fragment=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "entry"),
+    [
+        ({}, {"type": "completion"}),
+        ({}, {"type": "pretrain", "max_samples": 9}),
+        ({}, {"filter": "mine.good"}),
+        ({}, {"type": "mine.transform"}),
+        ({"rl": "kto"}, {}),
+    ],
+)
+def test_a_stream_whose_rows_become_more_or_fewer_needs_steps(keys, entry):
+    content = {**WHOLE, "streaming": True, "datasets": [{"path": "d.parquet", **entry}], **keys}
+    assert error(content) == feeds.UNKNOWN_LENGTH
+    parse_config({**content, "max_steps": 3}, folder=Path())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Where rows come from: files, folders, splits, slices, shards, and what is said when they are not there."""
 
 import json
+import logging
 from pathlib import Path
 
 import datasets
@@ -129,6 +130,21 @@ def test_folders_have_the_splits_that_their_files_name(folder):
     assert prompts(folder, path="many", split="test[:2]+train[:1]") == numbers((15, 17), (0, 1))
     assert prompts(folder, path="many", ds_type="json", split="test") == numbers((15, 20))
     assert prompts(folder, path="many", data_files="te*.jsonl") == numbers((15, 20))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_of_a_folder_that_are_not_read_are_named(streaming, folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("upweight"), "propagate", True)
+    several = folder / f"several{streaming}"  # a warning is given once
+    write(several / "a.jsonl", ROWS[:2])
+    write(several / "b.jsonl", ROWS[2:])
+    open_entry(DatasetSpec(path=str(several), streaming=streaming), "datasets[0]", folder)
+    assert "not read" not in caplog.text
+    datasets.Dataset.from_list(ROWS[:3]).to_parquet(several / "c.parquet")
+    open_entry(DatasetSpec(path=str(several), streaming=streaming, ds_type="json"), "datasets[0]", folder)
+    assert "not read" not in caplog.text
+    open_entry(DatasetSpec(path=str(several), streaming=streaming), "datasets[0]", folder)
+    assert "is read as json files; not read: c.parquet" in caplog.text
 
 
 def test_a_folder_of_parquet_is_read_again_when_it_changes(folder):

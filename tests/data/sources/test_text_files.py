@@ -79,6 +79,7 @@ def test_empty_files_have_no_rows(tmp_path):
         ('{"a": 1}\n// why\n', r"rows.jsonl:2: a comment \('// why'\) is not JSON"),
         ('{"a": 1}\n{"a": 1} // why\n', r"rows.jsonl:2: a comment"),
         ('{"a": 1}\n\n{"a": }\n', r"rows.jsonl:3: not JSON: Expecting value at column 7"),
+        ('{"a": 1}\n{"a": "x\n', r"rows.jsonl:2: not JSON: Unterminated string starting at column 7"),
         ('{"a": 1}\n[1]\n', r"rows.jsonl:2: expected an object"),
         ('{\n "a": 1, // why\n "b": 2\n}\n', r"rows.jsonl:2: a comment"),
         ('[{"a": 1},\n {"a": 2}\n {"a": 3}]', r"rows.jsonl:3: not JSON: Expecting ',' or ']'"),

@@ -35,7 +35,7 @@ def chat_for(name, template=None, **variables):
 @pytest.mark.parametrize("replies", [["more", "still more"], ["\n two lines \n", "x"]], ids=["plain", "spaces"])
 def test_tokens_put_together_are_those_of_the_whole_conversation(name, replies):
     tokenizer, template, chat = chat_for(name)
-    said, stream = list(ASK), chat.opening()
+    said, stream = list(ASK), chat.opening().ids
     for number, reply in enumerate(replies):
         text = f"answer {number}"
         answer = template.render(Conversation([*said, {"role": "assistant", "content": text}]))
@@ -87,7 +87,7 @@ def test_a_prompt_that_opens_the_reasoning_is_followed_by_the_rest_of_it():
         "{{- '<|im_start|>assistant\\n<think>\\n' -}}\n{%- if enable",
     )
     tokenizer, _, chat = chat_for("qwen3", opens)
-    assert tokenizer.decode(chat.opening()).endswith("assistant\n<think>\n")
+    assert tokenizer.decode(chat.opening().ids).endswith("assistant\n<think>\n")
     follow_up = chat.follow("hm\n</think>\n\nseven", tokenizer.eos_token_id, (), [{"role": "tool", "content": "ok"}])
     assert not follow_up.restarts
     assert chat.follow("yes", tokenizer.eos_token_id, (), [{"role": "user", "content": "so"}]).restarts

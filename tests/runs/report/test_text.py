@@ -68,3 +68,38 @@ def test_any_number_of_steps(steps, tmp_path):
     run = write_run(tmp_path / "run", steps=steps)
     assert json.loads((run / "run.json").read_text())["state"] == "done"
     assert f"step {steps}" in text_of(run)
+
+
+SYSTEM = "You are a helpful assistant who answers in few words, whatever the question is about. "
+QUESTION = "What is the capital of the country that lies north of Spain and west of Germany?"
+RENDERED = {
+    "chatml": "<|im_start|>system\n{s}<|im_end|>\n<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{s}<|eot_id|>"
+              "<|start_header_id|>user<|end_header_id|>\n\n{q}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<bos><start_of_turn>user\n{q}<end_of_turn>\n<start_of_turn>model\n",
+    "mistral": "<s>[INST] {q} [/INST]",
+    "plain": "{q}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", RENDERED)
+def test_the_users_question_is_shown_with_answers_before_and_after(template, tmp_path):
+    run = write_run(tmp_path / "run", rows=[{"step": 1, "loss": 1.0}], config={"rl": "dpo"})
+    for file in (run / "completions").glob("*"):
+        file.unlink()
+    prompt = RENDERED[template].format(s=SYSTEM, q=QUESTION)
+    for step, answer in ((0, "I do not know."), (12, "Paris.")):
+        row = {"step": step, "row": 0, "prompt": prompt, "completion": answer, "tokens": 3, "finished": True}
+        (run / "completions" / f"eval_step_{step:05d}.jsonl").write_text(as_lines([row]))
+    shown = text_of(run)
+    assert "held-out answers, before (step 0) and after (step 12):" in shown
+    assert f"\n    {QUESTION}\n      before: I do not know.\n      after: Paris.\n" in shown
+    assert "helpful" not in shown
+
+
+def test_messages_show_the_users_turn(tmp_path):
+    run = write_run(tmp_path / "run")
+    prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines([completion(10, prompt=prompt)]))
+    assert QUESTION in " ".join(text_of(run).split())
+    assert "helpful" not in text_of(run)

@@ -30,12 +30,12 @@ def export(
     overrides: Overrides = None,
     *,
     to: Annotated[str, typer.Option("--to", help="folder, gguf, ollama, vllm or hub.")],
-    output: Annotated[Path | None, typer.Option(help="Folder or file to write; else `export/TARGET` in it.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder or file to write; default: RUN/export/TARGET.")] = None,
     kind: Annotated[
-        str | None, typer.Option("--type", help="Of weights in GGUF files: q8_0, f16, q4_k_m (Ollama's default)...")
+        str | None, typer.Option("--type", help="Type of GGUF weights: q8_0, f16, q4_k_m (Ollama's default)...")
     ] = None,
-    repository: Annotated[str | None, typer.Option(help="On the hub: owner/name.")] = None,
-    private: Annotated[bool, typer.Option("--private/--public", help="Who sees a new repository.")] = True,
+    repository: Annotated[str | None, typer.Option(help="Repository on the hub: owner/name.")] = None,
+    private: Annotated[bool, typer.Option("--private/--public", help="Whether a new repository is private.")] = True,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a trained model, its adapter merged, for the program that will use it."""
@@ -49,7 +49,7 @@ def gguf(
     trained: TrainedTarget,
     overrides: Overrides = None,
     *,
-    output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in it.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: RUN/gguf/model-TYPE.gguf.")] = None,
     kind: Kind = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -67,8 +67,8 @@ def serve(
     backend: Annotated[str, typer.Option(help="transformers, in this process, or vllm.")] = "transformers",
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="On 127.0.0.1; 8000, or a free one.")] = None,
     base: Annotated[bool, typer.Option("--base/--no-base", help="Load the base model too, to compare.")] = True,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default of requests that name none.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Default of requests that name none.")] = 0.7,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Value for requests that set none.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Value for requests that set none.")] = 0.7,
     python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM; this one otherwise.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print vLLM's command line instead of running it.")] = False,
     open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show the chat page in the browser.")] = True,

@@ -8,6 +8,7 @@ from upweight.export.folder import Trained
 from upweight.export.targets import TARGETS, Export, run_export
 from upweight.log import quiet_transformers
 from upweight.models.adapters.merge import AdapterFolder, merge_adapter, merge_error
+from upweight.runs.files import no_such_run
 
 
 def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
@@ -15,7 +16,7 @@ def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | Non
     quiet_transformers()
     exported = find_trained(config_or_folder, overrides)
     if exported.adapter is None and not Path(exported.model.base_model or "").expanduser().exists():
-        raise UserError(f"{config_or_folder}: there is neither a config nor a folder of that name, with an adapter")
+        raise UserError(no_such_run(Path(config_or_folder), "run, config or folder with an adapter"))
     if exported.adapter is None:
         raise UserError(f"{config_or_folder}: {exported.model.base_model} has no adapter to merge; it is a whole model")
     adapted = AdapterFolder(exported.model, exported.adapter)

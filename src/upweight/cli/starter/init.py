@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upweight.cli.starter import rewards
-from upweight.cli.starter.pictures import picture
+from upweight.cli.starter.pictures import FOLDER as PICTURES
+from upweight.cli.starter.pictures import name_of, picture, picture_rows
+from upweight.config.peers import method_advice
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
 from upweight.files import packaged_yaml
 
 GYM_SERVER = "example_session_state_mgmt"  # comes with the Gym
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PICTURES = "pictures"  # folder of a starter with images
 FOLDER = Path(__file__).parent
 TEXTS = packaged_yaml(FOLDER / "starters.yaml")
 PARTS: dict[str, str] = TEXTS["parts"]
@@ -56,7 +57,7 @@ def run(method: str | None, folder: Path | None) -> None:
 def write_starter(method: str, folder: Path) -> Path:
     """Write the files of a starter; one that is there already is never written over."""
     files = starter_files(method)
-    drawn = {f"{PICTURES}/{number:02d}.png": picture(number) for number in range(_pictures_of(files))}
+    drawn = {name_of(number): picture(number) for number in range(_pictures_of(files))}
     there = [name for name in (*files, *drawn) if (folder / name).exists()]
     if there:
         raise UserError(f"{folder}: {', '.join(there)} would be written over. Name another folder.")
@@ -78,32 +79,37 @@ def _pictures_of(files: Mapping[str, str]) -> int:
 def starter_files(method: str) -> dict[str, str]:
     """Return names and texts of a starter's files."""
     starter = STARTERS.get(method)
+    if starter is None and Path(method).is_file():
+        raise UserError(f"{method}: is a file; `upweight new {method}` writes a config for your own rows.")
     if starter is None:
-        hint = f"{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
+        hint = f"{method_advice(method) or did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
         raise UserError(f"there is no starter '{method}'.{hint}")
     config, data = starter.config(), f"{starter.rows}.jsonl"
-    rows = (FOLDER / "rows" / data).read_text(encoding="utf-8")
+    if method.startswith("vlm-"):
+        rows = picture_rows(rewarded="reward_funcs" in config)
+    else:
+        rows = (FOLDER / "rows" / data).read_text(encoding="utf-8")
     files = {"config.yaml": config, data: rows}
-    about = {"config.yaml": "the run: model, data, method, each key with a word on it", data: "a small sample of rows"}
-    commands = {"upweight doctor config.yaml": "versions, memory, data, rewards: whether it will run"}
+    about = {"config.yaml": "the run: model, data, method; every key has a comment", data: "a small sample of rows"}
+    commands = {"upweight doctor config.yaml": "checks versions, memory, data and rewards"}
     if "reward_funcs" in config:
         files["rewards.py"], about["rewards.py"] = inspect.getsource(rewards), "what a good answer is: change this"
-        commands["upweight rewards config.yaml"] = "what the rewards give now, without training"
+        commands["upweight rewards config.yaml"] = "shows what the rewards give before training"
     if method == "gym":
         files["gym.yaml"] = agent_config(GYM_SERVER)
         about["gym.yaml"] = "the Gym's servers: tools and verification, a proxy to the policy, an agent"
-    commands["upweight train config.yaml"] = "minutes on a CPU" if starter.model == MODEL else "wants a GPU"
-    commands["upweight report out"] = "curves, completions and verdicts as one page"
+    commands["upweight train config.yaml"] = "minutes on a CPU" if starter.model == MODEL else "slow without a GPU"
+    commands["upweight report out"] = "writes curves, completions and problems to one page"
     if "reward_model: true" in config:
-        commands["upweight score out answers.jsonl"] = 'scores of {"prompt": ..., "completion": ...} rows'
+        commands["upweight score out answers.jsonl"] = 'scores rows of {"prompt": ..., "completion": ...}'
     elif f'"{PICTURES}/' in rows:
         about[f"{PICTURES}/"] = "squares to be counted, one picture for each row"
-        commands[f'upweight inference out --prompt "How many squares?" --image {PICTURES}/00.png'] = "ask the result"
+        commands[f'upweight inference out --prompt "How many squares?" --image {name_of(0)}'] = "asks the model"
     else:
-        commands["upweight inference out --chat"] = "talk to the result"
+        commands["upweight inference out --chat"] = "talks to the trained model"
     readme = PARTS["readme"].format(
         files="\n".join(f"| `{name}` | {what} |" for name, what in about.items()),
-        commands="\n".join(f"{command:<34}# {why}" for command, why in commands.items()),
+        commands="\n".join(f"{command:<33} # {why}" for command, why in commands.items()),
         example=rows.partition("\n")[0],
         **vars(starter),
     )

@@ -15,6 +15,8 @@ from upweight.log import logger
 if TYPE_CHECKING:
     from upweight.config import Config
 
+READ = {"prompt", "chosen", "rejected", "completion", "label", "messages", "conversations", "instruction", "input",
+        "output", "text", "system", "tools", "margin", "image", "images", "input_ids", "labels"}  # fmt: skip
 LOOKED_AT = 200  # rows, for their columns and lengths
 SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "reward": "pairs", "kto": "labelled",
@@ -65,27 +67,31 @@ def new(
     path = file or Path(ask("Which file holds your rows?", None, "FILE")).expanduser()
     rows = _rows_of(path)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    proposed, why = propose(columns, rows[0])
+    proposed, why = propose(columns, rows)
     if method is None:
         print(f"{path}: columns {', '.join(columns)}; {why}")
         method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
     if method not in KINDS:
-        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{did_you_mean(method, KINDS)}")
+        from upweight.config.peers import method_advice
+
+        hint = method_advice(method) or did_you_mean(method, KINDS)
+        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
     from upweight.cli.starter.init import MODEL
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
     plan = Plan(path, rows, method, model)
     _map_columns(plan, columns)
+    plan.notes += _unread_notes(plan, columns)
     _fit_model(plan, output)
     _write(plan, output)
 
 
-def propose(columns: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str]:
+def propose(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Return the method that learns from rows with these columns, and why."""
     pairs, labelled = guess_columns("pairs", columns), guess_columns("labelled", columns)
     if {"chosen", "rejected"} <= pairs.keys():
         return "dpo", f"'{pairs['chosen']}' and '{pairs['rejected']}' look like a better and a worse answer: dpo"
-    if {"completion", "label"} <= labelled.keys() and _is_label(row.get(labelled["label"])):
+    if {"completion", "label"} <= labelled.keys() and all(_is_label(row.get(labelled["label"])) for row in rows):
         return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
     if not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2:
         return "sft", "these look like answers as they should be: sft (grpo, if answers can be scored)"
@@ -128,6 +134,32 @@ def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in guessed.items())}")
 
 
+def _unread_notes(plan: Plan, columns: Sequence[str]) -> list[str]:
+    """Return which columns the method does not read, and what ratings are good for."""
+    if plan.method == "grpo":  # whose rewards get every column
+        return []
+    form = plan.entry.get("type")
+    read = {*form.values(), "system", "input", "margin"} if isinstance(form, dict) else READ
+    unread = [name for name in columns if name not in read]
+    notes = [f"not read by {plan.method}: {', '.join(unread)}"] if unread else []
+    ratings = [name for name in unread if _is_rating(name, plan.rows)]
+    for name in ratings[:1]:
+        good = f"def good(row): return float(row[{name!r}]) >= 4"
+        notes.append(
+            f"{name!r} holds ratings: `filter: mine.good` in the entry trains on good rows only, with `{good}` in "
+            "mine.py; kto learns from good and bad ones, once a column 'label' says true or false of each row; rows of "
+            "one prompt with a high and a low rating make pairs for dpo"
+        )
+    return notes
+
+
+def _is_rating(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a column holds numbers that grade rows."""
+    named = any(word in name.lower() for word in ("rating", "score", "star", "grade", "quality"))
+    values = [str(row.get(name, "")).strip() for row in rows]
+    return named and all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
+
+
 def _fit_model(plan: Plan, output: Path) -> None:
     """Read the tokenizer for the template and for lengths, and choose the keys with which training fits in memory."""
     from upweight.config import parse_config
@@ -144,10 +176,34 @@ def _fit_model(plan: Plan, output: Path) -> None:
     prompt = _prompt_column(plan)
     if getattr(tokenizer, "chat_template", None) and prompt and isinstance(plan.rows[0].get(prompt), str):
         plan.entry["as_messages"] = True
-    longest = max(sum(len(tokenizer(text)["input_ids"]) for text in _texts(row)) for row in plan.rows)
+    longest = _longest(plan, output, tokenizer)
     plan.sequence_len = next((size for size in SEQUENCE_LENGTHS if size >= 1.2 * longest), SEQUENCE_LENGTHS[-1])
-    plan.notes.append(f"lengths: up to {longest} tokens in {len(plan.rows)} rows; sequence_len {plan.sequence_len}")
+    what = f"up to {longest} tokens, turns and system text included, in {len(plan.rows)} rows"
+    kept = f"sequence_len {plan.sequence_len}" if plan.method != "grpo" else "prompts alone"
+    plan.notes.append(f"lengths: {what}; {kept}")
     _choose_memory(plan, output)
+
+
+def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
+    """Return the tokens of the longest row as training reads it; a row that it cannot read is noted."""
+    from upweight.config import parse_config
+    from upweight.config.view import view
+    from upweight.data.encode import build_encoder
+    from upweight.data.raw_row import RowError
+    from upweight.row_rules import lengths_of
+
+    config = parse_config(_content(plan), folder=output.resolve().parent)
+    method = config.method
+    encode = build_encoder(config.data, method, config.data.datasets[0], 0, tokenizer, view(config), config.folder)
+    lengths, unread = [0], []
+    for number, row in enumerate(plan.rows):
+        try:
+            lengths += [lengths_of(record.columns, method)[2] for record in encode(row)]
+        except RowError as error:
+            unread.append(f"row {number}: {error}")
+    if unread:
+        plan.notes.append(f"rows: {len(unread)} of {len(plan.rows)} cannot be read, as {unread[0]}")
+    return max(lengths)
 
 
 def _choose_memory(plan: Plan, output: Path) -> None:
@@ -172,17 +228,6 @@ def _prompt_column(plan: Plan) -> str | None:
     if isinstance(form, dict):
         return form.get("field_prompt") or form.get("field_instruction")
     return "prompt" if form is None and "prompt" in plan.rows[0] else None
-
-
-def _texts(row: Mapping[str, Any]) -> list[str]:
-    """Return every text of a row, those of messages too."""
-    texts: list[str] = []
-    for value in row.values():
-        if isinstance(value, str):
-            texts.append(value)
-        elif isinstance(value, list):
-            texts += [str(one.get("content") or one.get("value") or "") for one in value if isinstance(one, Mapping)]
-    return texts
 
 
 def _content(plan: Plan) -> dict[str, Any]:
@@ -215,7 +260,7 @@ def _text(plan: Plan, output: Path) -> str:
         *([f"eval_samples: {min(held_out, 8)}   # of which so many are answered before and after"] if answers else []),
         *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
         "",
-        f"adapter: {adapter}   # trains a few weights beside the model; drop these four lines to train all",
+        f"adapter: {adapter}   # trains a few weights beside the model; remove these four lines to train all",
         "lora_r: 16",
         "lora_alpha: 32",
         "lora_target_linear: true",

@@ -1,18 +1,39 @@
-"""Pictures for the starters with images, drawn without a library: squares of one colour, to be counted."""
+"""Pictures for the starters with images, drawn without a library: squares of one colour, to be counted; their rows."""
 
+import json
 import random
 import struct
 import zlib
 
 SIDE, CELL = 96, 24  # pixels of a picture, and of the cells that squares lie in
-LARGEST_COUNT = 4
+WORDS = ("one", "two", "three", "four")  # of the counts
+QUESTION = "How many squares are there?"
+FOLDER = "pictures"  # of a starter
+PICTURES = 160  # so many that even a tiny model which starts at random learns to count, not each picture by heart
 GROUND: tuple[int, int, int] = (245, 245, 240)
 COLOURS = ((200, 40, 40), (40, 90, 200), (30, 140, 60), (90, 40, 130))
 
 
 def count_of(number: int) -> int:
     """Return how many squares the picture of a number shows."""
-    return number % LARGEST_COUNT + 1
+    return number % len(WORDS) + 1
+
+
+def name_of(number: int) -> str:
+    """Return the name of the file of a picture in its starter."""
+    return f"{FOLDER}/{number:03d}.png"
+
+
+def picture_rows(*, rewarded: bool) -> str:
+    """Return the rows of a starter as JSON lines: questions with answers, or with a column that a reward reads."""
+    lines = []
+    for number in range(PICTURES):
+        answer, asked = WORDS[count_of(number) - 1], {"role": "user", "content": QUESTION}
+        row = {"prompt": [asked], "answer": answer}
+        if not rewarded:
+            row = {"messages": [asked, {"role": "assistant", "content": answer}]}
+        lines.append(json.dumps({"images": [name_of(number)], **row}))
+    return "\n".join(lines) + "\n"
 
 
 def picture(number: int) -> bytes:

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from upweight.config.config import Config
+from upweight.config.peers import FORMAT_NAMES
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec
+from upweight.methods.base import Method
 
 FED = "streams or interleaved datasets"
 PRECOMPUTED_STREAM = (
@@ -17,6 +19,7 @@ UNKNOWN_LENGTH = (
 )
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 COUNTED = "parquet"  # the only files that say how many rows they have before they are read
+SPLITTING = ("completion", "pretrain", "ebft_chat_multiturn.transform_all_turns")  # formats: a row may become several
 UNCOUNTED = {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".arrow"}
 
 
@@ -59,7 +62,9 @@ def _training_streams(config: Config) -> Iterator[str]:
 
 def lengths(config: Config) -> Iterator[str]:
     """Check that a run on streams has an end: a number of steps, or of rows that is known before they are read."""
-    if any(_is_uncounted(row) for row in without_end(config)):
+    streamed = [row for row in config.data.datasets if row.streaming and not config.optim.max_steps]
+    changed = any(not keeps_count(config.method, row) for row in streamed)
+    if changed or any(_is_uncounted(row) for row in without_end(config)):
         yield UNKNOWN_LENGTH
 
 
@@ -68,15 +73,23 @@ def without_end(config: Config) -> list[DatasetSpec]:
     return [row for row in config.data.datasets if row.streaming and not (config.optim.max_steps or row.max_samples)]
 
 
+def keeps_count(method: Method, row: DatasetSpec) -> bool:
+    """Return whether a row of an entry is one row to train on: neither users' code nor a format drops or splits it."""
+    name, plain = row.type, FORMAT_NAMES[method.formats()]
+    transformed = isinstance(name, str) and (name not in plain or name in SPLITTING)
+    by_method = name is None and type(method).read_row is not None
+    return not (row.filter or transformed or by_method or method.data == "labelled")  # where a pair is two rows
+
+
 def _is_uncounted(row: DatasetSpec) -> bool:
     """Return whether a stream's files, by their names alone, do not say how many rows they have."""
     files = [row.data_files] if isinstance(row.data_files, str) else row.data_files or []
     if row.ds_type is not None:
         return row.ds_type != COUNTED
-    return "://" in (row.path or "") or any(suffix(name) in UNCOUNTED for name in (row.path or "", *files))
+    return "://" in (row.path or "") or any(_suffix(name) in UNCOUNTED for name in (row.path or "", *files))
 
 
-def suffix(name: str) -> str:
+def _suffix(name: str) -> str:
     """Return the part of a file's name that says its type: `.jsonl` of `rows.jsonl.gz`."""
     path = Path(name)
     return (Path(path.stem) if path.suffix.lower() in PACKED else path).suffix.lower()

@@ -23,7 +23,8 @@ PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
 )  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"  # kinds of values in SCHEDULE_ARGS
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
-FAR = 10  # times beyond the usual learning rates: there a model is ruined, or does not move
+FAR = 1000  # times the method's learning rate, beyond which a model is ruined or does not move
+MOST_RATE = 5e-3  # beyond which a pretrained model is ruined by any method
 
 
 def optimisation(config: Config) -> Iterator[str]:
@@ -293,9 +294,9 @@ def unusual_rate(config: Config) -> Iterator[str]:
     method, kind, rate = config.method, config.adapter.kind, config.optim.learning_rate or 0.0
     if "learning_rate" not in config.set_keys or "adam" not in config.optim.optimizer:  # others have other scales
         return
-    low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))
-    if low / FAR <= rate <= high * FAR:
+    if method.learning_rate / FAR <= rate <= min(method.learning_rate * FAR, MOST_RATE):
         return
+    low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))
     which, effect = ("above", "ruins a model") if rate > high else ("below", "hardly moves a model")
     trained = f"with 'adapter: {kind}'" if kind else "where all weights train"
     usual = f"{_short(low)} to {_short(high)} is usual for {method.name} {trained}"

@@ -300,6 +300,8 @@ def _open_folder(folder: Path, name: str | None, kind: str | None, streaming: bo
     options: dict[str, Any] = {"path": kind, "data_dir": str(folder)} if kind else {"path": str(folder), "name": name}
     builder = datasets.load_dataset_builder(**options)
     file_kind, files = builder.name or "", builder.config.data_files or {}
+    if kind is None:
+        _warn_of_unread(folder, file_kind)
     if streaming and file_kind not in READERS:
         return _by_split(builder.as_streaming_dataset())
     if not streaming and file_kind not in ("json", "text", "csv"):
@@ -309,6 +311,15 @@ def _open_folder(folder: Path, name: str | None, kind: str | None, streaming: bo
         str(split): _sources([Path(file) for file in paths], file_kind, streaming)["train"]
         for split, paths in files.items()
     }
+
+
+def _warn_of_unread(folder: Path, kind: str) -> None:
+    """Warn of data files in a folder that are not read, since files of another type are more."""
+    shown = [file for file in sorted(folder.rglob("[!._]*")) if not file.name.startswith("dataset_info")]
+    unread = [file.name for file in shown if FILE_KINDS.get(file_suffix(file), kind) != kind and file.is_file()]
+    if unread and kind in READERS:
+        named = ", ".join([*unread[:3], *(["..."] if len(unread) > 3 else [])])
+        warn_once(f"{folder}: is read as {kind} files; not read: {named}. 'path: {folder}/*' reads all files")
 
 
 def _saved_files(saved: datasets.Dataset) -> RowStream:

@@ -148,7 +148,8 @@ def _explain_errors(path: Path, line: int) -> Iterator[None]:
         if rest.startswith(("//", "#", "/*")):
             raise UserError(f"{where}: a comment ({rest[:30]!r}) is not JSON. Remove it.") from error
         remedy = "Write one object on each line, or one list of objects."
-        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}. {remedy}") from error
+        problem = error.msg.removesuffix(" at")  # of "Unterminated string starting at"
+        raise UserError(f"{where}: not JSON: {problem} at column {error.colno}. {remedy}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise UserError(f"{path}:{line}: cannot be read as JSON: {error}.") from error
 

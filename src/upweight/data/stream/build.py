@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from upweight.config import Config
+from upweight.config.rules.feeds import keeps_count
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.data.prepare import NOT_SHAPING, Entry, Prepared, build_entry, template_of
 from upweight.data.report import PrepareReport
@@ -101,8 +102,9 @@ def _entry(config: Config, tokenizer: Any, key: str, number: int, spec: DatasetS
 def _stream(
     config: Config, entry: Entry, pool: EncodePool, seed: int | None, window: Window, *, evaluation: bool = False
 ) -> StreamSource:
-    job = entry.job(NOTHING, evaluation=evaluation)
-    return StreamSource(job, entry.opened.streams(), pool, buffer=config.data.buffer_size, seed=seed, window=window)
+    job, counted = entry.job(NOTHING, evaluation=evaluation), keeps_count(config.method, entry.opened.entry)
+    options: dict[str, Any] = {"buffer": config.data.buffer_size, "seed": seed, "window": window, "counted": counted}
+    return StreamSource(job, entry.opened.streams(), pool, **options)
 
 
 def _prepared_source(

@@ -88,9 +88,11 @@ class StreamSource:
         buffer: int,
         seed: int | None,
         window: Window = Window(),  # noqa: B008
+        counted: bool = True,
     ) -> None:
         self.number, self.where, self.method = pool.add(job), job.where, job.encoder.setup.method
         self.streams, self.pool, self.window = list(streams), pool, window
+        self.counted = counted  # whether each row that is read is one that is trained on
         self.buffer, self.seed = buffer, seed  # no seed: in their order
         self.dropped: Counter[str] = Counter()
         self._ahead: ReadAhead | None = None
@@ -98,6 +100,8 @@ class StreamSource:
 
     def count(self) -> int | None:
         """Return the rows that the files say they have, or `max_samples` where that is what ends a pass."""
+        if not self.counted:
+            return None
         counts = [stream.count() for stream in self.streams]
         known = None if None in counts else sum(count or 0 for count in counts)
         ends = [end for end in (known, self.window.end) if end is not None]

@@ -7,12 +7,14 @@ placeholder follows the sampled tokens.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from upweight.data.images import MARKS, Loaded, expanded
 from upweight.data.raw_row import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.environments.episode import Message
 from upweight.log import warn_once
+from upweight.types import ImageRef
 
 THINK_END, THINK_START = "</think>", "<think>"
 HISTORY_CHANGED = (
@@ -27,6 +29,7 @@ class FollowUp(NamedTuple):
 
     ids: list[int]
     restarts: bool
+    images: tuple[ImageRef, ...] = ()  # that these tokens hold
 
 
 class ChatTokens:
@@ -39,16 +42,19 @@ class ChatTokens:
         ends: Collection[int],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        loaded: Sequence[Loaded] = (),  # images, which messages have marks of; it may grow
     ) -> None:
-        self._template, self._tokens, self._ends = template, tokens, ends
+        self._template, self._tokens, self._ends, self._loaded = template, tokens, ends, loaded
         opening = [dict(message) for message in messages]
         self._conversation = Conversation(opening, list(tools) or None)  # with the policy's text
         self._with_placeholders = self._conversation
         self._turns = 0
 
-    def opening(self) -> list[int]:
-        """Return the prompt of the first turn."""
-        return self._tokens.with_bos(self._encode(self._template.prompt(self._conversation)))
+    def opening(self) -> FollowUp:
+        """Return the prompt of the first turn, or of a new beginning."""
+        text = self._template.prompt(self._conversation)
+        return FollowUp(self._tokens.with_bos(self._encode(text)), restarts=True, images=self._images(text))
 
     def follow(
         self, text: str, last_id: int | None, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]
@@ -67,11 +73,12 @@ class ChatTokens:
         turn = placeholder.removeprefix(THINK_START) if opens_thought else placeholder
         if not _without_space(after).startswith(_without_space(before + turn)):
             warn_once(HISTORY_CHANGED)
-            return FollowUp(self.opening(), restarts=True)
-        ids = self._encode(after[after.rindex(mark) + len(mark) :])
+            return self.opening()
+        added = after[after.rindex(mark) + len(mark) :]
+        ids = self._encode(added)
         if last_id in self._ends and ids and ids[0] in self._ends:
             ids = ids[1:]  # the turn has its end token already
-        return FollowUp(ids, restarts=False)
+        return FollowUp(ids, restarts=False, images=self._images(added))
 
     def _render(
         self, placeholder: str, mark: str, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]
@@ -103,7 +110,10 @@ class ChatTokens:
         return head + tail + text[len(with_calls) :], whole
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokens.ids([text])[0]
+        return self._tokens.ids([expanded(text, self._loaded)])[0]
+
+    def _images(self, text: str) -> tuple[ImageRef, ...]:
+        return tuple(self._loaded[int(number)][0] for number in MARKS.findall(text))
 
 
 def _contains(text: str, messages: Sequence[Message]) -> bool:

@@ -6,14 +6,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from upweight.data.images import RowImages, image_refs, open_images
 from upweight.data.raw_row import RowError
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.environments.call_formats import parse_calls
-from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Turn
+from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Turn
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rollout.episodes.chat_tokens import ChatTokens
+from upweight.rollout.episodes.chat_tokens import ChatTokens, FollowUp
+from upweight.rollout.episodes.images import EpisodeImages, without_pixels
 from upweight.rollout.episodes.token_stream import TokenStream
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion
@@ -46,6 +48,8 @@ class EpisodeSetup:
     limits: EpisodeLimits
     tool_format: str = "hermes"
     default_system: str | None = None
+    images: RowImages | None = None  # reads those that messages hold; None: the model reads none
+    image_problem: str | None = None  # why they cannot be trained on
 
     def __post_init__(self) -> None:
         self.tokenizer = self.template.tokenizer
@@ -116,27 +120,39 @@ class EpisodeRun:
                 warn_once(f"an environment did not close: {error}")
         return self.result
 
-    async def _play(self, episode: Episode, row: Mapping[str, Any]) -> None:
-        setup, result, limits = self.setup, self.result, self.setup.limits
-        opening = await self._call_environment("open", episode.open(row), limits.wait_seconds)
+    async def _open(
+        self, episode: Episode, row: Mapping[str, Any], images: EpisodeImages
+    ) -> tuple[Opening, ChatTokens, FollowUp]:
+        """Open an episode; return what its environment says, the conversation, and the tokens of its prompt."""
+        setup = self.setup
+        refs = () if setup.images is None else image_refs(row)
+        shown = {**row, "images": open_images(refs)} if refs else row
+        opening = await self._call_environment("open", episode.open(shown), setup.limits.wait_seconds)
         messages = list(opening.messages)
         if setup.default_system is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": setup.default_system}, *messages]
-        chat = ChatTokens(setup.template, setup.tokens, setup.ends, messages, opening.tools)
+        marked = images.opening(messages, refs)
+        chat = ChatTokens(setup.template, setup.tokens, setup.ends, marked, opening.tools, loaded=images.loaded)
         as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
-        prompt = list(row["prompt_ids"]) if as_in_data else chat.opening()
-        limit = self.batcher.sampling.max_new_tokens
+        start = FollowUp(list(row["prompt_ids"]), restarts=True, images=refs) if as_in_data else chat.opening()
+        return opening, chat, start
+
+    async def _play(self, episode: Episode, row: Mapping[str, Any]) -> None:
+        setup, result, limits = self.setup, self.result, self.setup.limits
+        images = EpisodeImages(setup.images, setup.image_problem)
+        opening, chat, start = await self._open(episode, row, images)
+        prompt, limit = start.ids, self.batcher.sampling.max_new_tokens
         try:
             self.batcher.generator.require_room(len(prompt), limit)
         except UserError as error:
             raise EnvironmentFault(str(error)) from error
-        stream = result.stream = TokenStream(prompt)
+        stream = result.stream = TokenStream(prompt, None if setup.images is None else start.images)
         while True:
             tokens_left, seed = limit - stream.length, self.seed(result.turns)
             if result.turns == 0:
-                completion = await self.first_turns.sample(stream.ids, tokens_left, seed)
+                completion = await self.first_turns.sample(stream.ids, tokens_left, seed, stream.images)
             else:
-                (completion,) = await self.batcher.sample(stream.ids, tokens_left, [seed])
+                (completion,) = await self.batcher.sample(stream.ids, tokens_left, [seed], stream.images)
             stream.append_sampled(completion)
             turn = setup.read(completion, tools=bool(opening.tools))
             message = _assistant_message(turn)
@@ -145,21 +161,21 @@ class EpisodeRun:
             result.calls += len(turn.calls)
             reply = await self._call_environment("reply", episode.reply(turn))
             result.failed_calls += reply.failed
-            result.messages += reply.messages
+            result.messages += without_pixels(reply.messages)
             if not reply.messages:
                 result.finished = turn.finished
                 break
             if result.turns >= limits.max_turns or stream.length >= limit:
                 break
             last_id = completion.ids[-1] if completion.ids else None
-            follow_up = chat.follow(turn.text, last_id, message.get("tool_calls") or (), reply.messages)
+            follow_up = chat.follow(turn.text, last_id, message.get("tool_calls") or (), images.marked(reply.messages))
             length = len(follow_up.ids) + (0 if follow_up.restarts else len(stream.ids))
             if length >= limit + len(prompt):
                 break
             if follow_up.restarts:
-                stream.restart(follow_up.ids)
+                stream.restart(follow_up.ids, None if setup.images is None else follow_up.images)
             else:
-                stream.append_observation(follow_up.ids)
+                stream.append_observation(follow_up.ids, follow_up.images)
         result.outcome = await self._call_environment("outcome", episode.outcome())
         if result.outcome.failure is not None:
             raise EnvironmentFault(result.outcome.failure)

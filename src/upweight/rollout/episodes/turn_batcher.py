@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from upweight.errors import UserError
-from upweight.types import Completion, Generator, Sampling
+from upweight.types import Completion, Generator, ImageRef, Sampling
 
 WaitingTurn = tuple[int, int, "asyncio.Future[Completion]"]  # a seed, a limit, and what the episode waits for
 WAIT_SHARE = 0.25  # of the last call's time, for which turns that are ready wait for the others
@@ -24,6 +25,7 @@ class _TurnRequest:
     prompt: Sequence[int]
     limit: int
     seeds: Sequence[int]
+    images: tuple[ImageRef, ...] = ()
     completions: "Future[list[Completion]]" = field(default_factory=Future)
 
 
@@ -40,13 +42,17 @@ class TurnBatcher:
     # Requested turns, indices of groups that have ended, None after an episode, and "end" after the last.
     _events: "queue.SimpleQueue[_TurnRequest | int | str | None]" = field(default_factory=queue.SimpleQueue)
 
-    async def sample(self, prompt: Sequence[int], limit: int, seeds: Sequence[int]) -> list[Completion]:
+    async def sample(
+        self, prompt: Sequence[int], limit: int, seeds: Sequence[int], images: tuple[ImageRef, ...] = ()
+    ) -> list[Completion]:
         """Return one completion for each seed; called on the event loop."""
+        if images and not getattr(self.generator, "reads_images", False):
+            raise UserError("environment: images are read by sampling in this process; leave out what else samples.")
         start = getattr(self.generator, "start", None)
         if start is not None:
             sampling = dataclasses.replace(self.sampling, max_new_tokens=limit)
             return await asyncio.wrap_future(start(prompt, len(seeds), sampling))
-        request = _TurnRequest(prompt, limit, seeds)
+        request = _TurnRequest(prompt, limit, seeds, images)
         self._events.put(request)
         return await asyncio.wrap_future(request.completions)
 
@@ -89,8 +95,10 @@ class TurnBatcher:
             if request.completions.set_running_or_notify_cancel():  # cancelled with its rollout otherwise
                 by_count.setdefault(len(request.seeds), []).append(request)
         for batch in (batch for same_count in by_count.values() for batch in self._split_to_fit(same_count)):
+            images = tuple(request.images for request in batch)
             sampling = dataclasses.replace(
                 self.sampling,
+                images=images if any(images) else (),
                 max_new_tokens=max(request.limit for request in batch),
                 seeds=tuple(seed for request in batch for seed in request.seeds),
             )
@@ -119,13 +127,15 @@ class FirstTurnBatcher:
 
     def __init__(self, batcher: TurnBatcher, episodes: int) -> None:
         self._batcher, self._missing = batcher, episodes
-        self._requests: dict[tuple[int, ...], list[WaitingTurn]] = {}
+        self._requests: dict[tuple[tuple[int, ...], tuple[ImageRef, ...]], list[WaitingTurn]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def sample(self, prompt: Sequence[int], limit: int, seed: int) -> Completion:
+    async def sample(
+        self, prompt: Sequence[int], limit: int, seed: int, images: tuple[ImageRef, ...] = ()
+    ) -> Completion:
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._requests.setdefault(tuple(prompt), []).append((seed, limit, completion))
+        self._requests.setdefault((tuple(prompt), images), []).append((seed, limit, completion))
         self.count_episode()
         return await completion
 
@@ -148,10 +158,13 @@ class FirstTurnBatcher:
         for task in self._tasks:
             task.cancel()
 
-    async def _request(self, prompt: tuple[int, ...], waiting: Sequence[WaitingTurn]) -> None:
+    async def _request(
+        self, prompt: tuple[tuple[int, ...], tuple[ImageRef, ...]], waiting: Sequence[WaitingTurn]
+    ) -> None:
+        ids, images = prompt
         seeds, limits, futures = zip(*waiting, strict=True)
         try:
-            completions = await self._batcher.sample(prompt, limits[0], seeds)
+            completions = await self._batcher.sample(ids, limits[0], seeds, images)
         except Exception as error:  # raised in the episodes that wait
             for future in futures:
                 if not future.done():
@@ -166,5 +179,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
     """Cut a completion to the token limit of its episode."""
     if len(completion.ids) <= limit:
         return completion
-    shorter = {name: getattr(completion, name)[:limit] for name in ("ids", "logps", "versions")}
+    shorter: dict[str, Any] = {name: getattr(completion, name)[:limit] for name in ("ids", "logps", "versions")}
+    if completion.routes is not None:  # the prompt's come first
+        shorter["routes"] = completion.routes[: limit - len(completion.ids)]
     return dataclasses.replace(completion, **shorter, finished=False)

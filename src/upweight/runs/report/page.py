@@ -12,7 +12,7 @@ from typing import Any
 
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.runs.files import REPORT
+from upweight.runs.files import REPORT, no_such_run
 from upweight.runs.health import RULES
 from upweight.runs.report.charts import GROUPS, charts_of
 from upweight.runs.report.run import RunReader, folders_of
@@ -55,7 +55,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Write the page of one run, or of several to compare, and return its path."""
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder}: there is no such folder. A run's folder is the `output_dir` of its config.")
+            raise UserError(no_such_run(folder))
     path = output or folders[0] / (REPORT if len(folders) == 1 else COMPARISON)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page(PageReader(folders).read()))

@@ -1,5 +1,6 @@
 """A run as text for a terminal: how it stands, its curves in one line each, verdicts, and some completions."""
 
+import re
 import shutil
 import textwrap
 import time
@@ -15,7 +16,10 @@ SHOWN = (
     "learning_rate", "tokens_per_second",
 )  # fmt: skip
 COMPLETIONS = 3  # the best, one in the middle, and the worst
-LINES = 4  # of one completion
+LINES, QUESTION_LINES = 4, 2  # of one completion, and of what was asked
+# What chat templates write around turns, and the name of a turn's role at its beginning.
+MARKS = r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<[be]os>"
+ROLE = r"(system|user|human|assistant|model|tool)(?:\n|:|$)"
 
 
 def text_page(data: Mapping[str, Any], width: int | None = None) -> str:
@@ -90,25 +94,85 @@ def _health_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _completion_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield the best, a middle and the worst completion of the newest rollout, or of the newest evaluation."""
-    parts = [part for part in run["completions"] if part["set"] == ""] or run["completions"]
-    rows = parts[-1]["rows"] if parts else []
-    if not rows:
-        return
+    """Yield the best, a middle and the worst completion of the newest rollout, then held-out answers of two steps."""
+    rollouts = [part for part in run["completions"] if part["set"] == "" and part["rows"]]
+    held_out = [part for part in run["completions"] if part["set"] and part["rows"]]
+    if rollouts:
+        yield f"  completions of step {rollouts[-1]['step']} ({rollouts[-1]['total']}):"
+        for row in _chosen(rollouts[-1]["rows"]):
+            yield from _question_lines(row, width)
+            yield from _answer_lines(row, "", width)
+    for name in dict.fromkeys(part["set"] for part in held_out):
+        parts = [part for part in held_out if part["set"] == name]
+        yield from _before_and_after(parts[0], parts[-1], width)
+
+
+def _before_and_after(first: Mapping[str, Any], last: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield answers to the same prompts at the first and at the last evaluation of a set."""
+    if first is last:
+        yield f"  held-out answers of step {last['step']} ({last['total']}):"
+    else:
+        yield f"  held-out answers, before (step {first['step']}) and after (step {last['step']}):"
+    earlier = {_key_of(row): row for row in first["rows"]} if first is not last else {}
+    for row in _chosen(last["rows"]):
+        before = earlier.get(_key_of(row))
+        yield from _question_lines(row if before is None else {**row, "reward": None}, width)
+        if before is not None:
+            yield from _answer_lines(before, f"before{_reward(before)}: ", width)
+        yield from _answer_lines(row, f"after{_reward(row)}: " if before is not None else "", width)
+
+
+def _key_of(row: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return what tells the prompts of an evaluation apart."""
+    return row.get("row"), _question(row)
+
+
+def _chosen(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the best, one in the middle, and the worst; without rewards the first ones."""
+    if not any("reward" in row for row in rows):
+        return rows[:COMPLETIONS]
     ranked = sorted(rows, key=lambda row: -row.get("reward", 0.0))
-    chosen = ranked if len(ranked) <= COMPLETIONS else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
-    yield f"  completions of step {parts[-1]['step']} ({parts[-1]['total']}):"
-    for row in chosen:
-        reward = f"reward {row['reward']:.3g}" if "reward" in row else ""
-        yield f"    {_content(row.get('prompt'))!s:.60}  {reward}".rstrip()
-        text = _content(row.get("messages") or row.get("completion")) or "(nothing)"
-        wrapped = textwrap.wrap(text, width - 6) or [""]
-        yield from (f"      {line}" for line in wrapped[:LINES])
-        if len(wrapped) > LINES:
-            yield "      ..."
+    return ranked if len(ranked) <= COMPLETIONS else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
 
 
-def _content(messages: Sequence[Mapping[str, str]] | None) -> str:
-    """Return the last message of a conversation in one line, without what a terminal would obey."""
-    text = messages[-1]["content"] if messages else ""
+def _reward(row: Mapping[str, Any]) -> str:
+    return f" (reward {row['reward']:.3g})" if row.get("reward") is not None else ""
+
+
+def _question_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
+    reward = f"  reward {row['reward']:.3g}" if row.get("reward") is not None else ""
+    text = textwrap.shorten(_question(row), QUESTION_LINES * (width - 6) - len(reward), placeholder=" ...")
+    yield from textwrap.wrap(text + reward, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def _answer_lines(row: Mapping[str, Any], label: str, width: int) -> Iterator[str]:
+    messages = row.get("messages") or row.get("completion")
+    text = label + (_printable(messages[-1]["content"] if messages else "") or "(nothing)")
+    wrapped = textwrap.wrap(text, width - 6) or [""]
+    yield from (f"      {line}" for line in wrapped[:LINES])
+    if len(wrapped) > LINES:
+        yield "      ..."
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    """Return the user's last turn of a prompt, in one line; also of a prompt that a chat template has written."""
+    messages = row.get("prompt") or []
+    asked = [message for message in messages if message["role"] == "user"] or messages
+    text = asked[-1]["content"] if asked else ""
+    turns = [part.strip() for part in re.split(MARKS, text) if part.strip()]
+    if re.search(MARKS, text):
+        roles, texts, role = [], [], ""
+        for turn in turns:
+            named = re.match(ROLE, turn, re.IGNORECASE)
+            role = named[1].lower() if named else role
+            if content := turn[named.end() :].strip() if named else turn:
+                roles.append(role)
+                texts.append(content)
+        by_user = [content for role, content in zip(roles, texts, strict=True) if role in ("user", "human")]
+        text = (by_user or texts or [text])[-1]
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    """Return a text in one line, without what a terminal would obey."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

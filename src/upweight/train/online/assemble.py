@@ -12,11 +12,13 @@ from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
 from upweight.data.stream.feed import RowFeed
+from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
+from upweight.models.modules import unwrap_peft
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
@@ -40,7 +42,7 @@ from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
-from upweight.train.policy import Policy
+from upweight.train.policy import Policy, image_problems
 from upweight.types import ChecksSampling, Compiles, Generator
 from upweight.user_modules import load_function
 
@@ -117,6 +119,7 @@ def build_rollouts(
     (rows, order), backend = _prompts(config, prompts, plan), backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
+    _set_up_replay(section, policy, function)
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
@@ -128,7 +131,7 @@ def build_rollouts(
         plan=plan,
         rows=rows,
         order=order,
-        completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
+        completion_source=_completion_source(config, policy, function, generator, env_setup, feature_matching),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
@@ -153,6 +156,16 @@ def build_rollouts(
         feature_matching=feature_matching,
         evaluates_loss=method.evaluates_loss or (objects.from_script and _has_plain_advantages(method)),
     )
+
+
+def _set_up_replay(section: RolloutSection, policy: Policy, function: Callable[..., Any] | None) -> None:
+    """Let the sampler record its experts, and the policy's forwards use or only measure them."""
+    if section.routing_replay is False:
+        return
+    if function is not None:
+        raise UserError("trl.routing_replay: a rollout function records no experts. Leave it out.")
+    install_routing(unwrap_peft(policy.model))
+    policy.engine.replay = section.routing_replay is True
 
 
 def _rollout_func(config: Config, objects: Objects) -> Callable[..., Any] | None:
@@ -190,7 +203,8 @@ def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[Pr
     return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
 
 
-def _completion_source(
+def _completion_source(  # noqa: PLR0917
+    config: Config,
     policy: Policy,
     function: Callable[..., Any] | None,
     generator: Generator | None,
@@ -204,7 +218,11 @@ def _completion_source(
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
     alone = env_setup is None
-    source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
+    source: CompletionSource = SingleTurn(generator)
+    if not alone:
+        problem = next(image_problems(config, model, PartialState().num_processes, policy.sharding), None)
+        options = {"folder": config.folder, "image_problem": problem}
+        source = env_setup.completion_source(model, tokenizer, generator, **options)
     share = policy.method.demonstration_share
     writer = TeacherSampler(policy) if policy.method.teacher_writes else None
     return WithDemonstrations(source, share, writer) if share else source

@@ -8,8 +8,9 @@ from typing import Any
 from accelerate import PartialState
 
 from upweight.config import Config
-from upweight.config.sections.data import DataSection
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.environment import EnvironmentSection
+from upweight.data.encode import row_images
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.environments.call_formats import call_format_of
@@ -42,7 +43,15 @@ class EnvironmentSetup:
     data: DataSection = field(default_factory=DataSection)  # with the chat template's variables, and the system text
     agents_port: int | None = None  # at which agents of NeMo Gym, which run the turns, reach the policy
 
-    def completion_source(self, model: Any, tokenizer: Tokenizer, generator: Generator | None) -> CompletionSource:
+    def completion_source(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        generator: Generator | None,
+        *,
+        folder: Path | None = None,  # where paths of images begin, beside the working folder
+        image_problem: str | None = None,  # why images cannot be trained on
+    ) -> CompletionSource:
         """Return the runner that fills groups with episodes, or the source that gets them from a gym's agents."""
         if self.agents_port is not None:
             assert isinstance(self.environment, NemoGym)
@@ -58,6 +67,8 @@ class EnvironmentSetup:
             limits=self.limits,
             tool_format=call_format_of(source) if self.tool_format == "auto" else self.tool_format,
             default_system=self.data.default_system_message,
+            images=row_images(self.data, DatasetSpec(), tokenizer, folder or Path()),
+            image_problem=image_problem,
         )
         return EpisodeRunner(setup, generator)
 

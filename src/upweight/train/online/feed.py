@@ -267,7 +267,7 @@ class RolloutFeed:
         if runner is None or method.strided or not (plan.steps_per_rollout > 1 or keeps_old):
             return
         with dropout_off(model):
-            policy_logps = runner.logps(model, self.units)
+            policy_logps = runner.logps(model, self.units, replays=True)
         for index, (unit, logps) in enumerate(zip(self.units, policy_logps, strict=True)):
             # Old log-probs of a replayed sample are those of the sampler that wrote it.
             sampler_logps = [one.sampler_logps for one in unit.samples if one.sampler_logps is not None]
@@ -280,7 +280,7 @@ class RolloutFeed:
         """Recompute the advantages with the policy's log-ratio to the reference, whose log-probs the units keep."""
         assert runner.reference is not None
         with dropout_off(model):
-            policy_logps = runner.logps(model, units)
+            policy_logps = runner.logps(model, units, replays=True)
             with runner.reference.use(model) as reference:
                 ref_logps = runner.logps(reference, units)
         log_ratios = [
@@ -300,7 +300,7 @@ class RolloutFeed:
         sampler = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
         with dropout_off(model):
             if any(logps is None for unit in sampler for logps in unit):  # a sampler that does not report them
-                computed = runner.logps(model, self.units)
+                computed = runner.logps(model, self.units, replays=True)
                 sampler = [
                     [now if then is None else then for then, now in zip(*logps, strict=True)]
                     for logps in zip(sampler, computed, strict=True)

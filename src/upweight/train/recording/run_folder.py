@@ -97,7 +97,7 @@ def recording(
     folder, stop = Path(config.run.output_dir), StopOnSignal()
     keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
     callbacks = [*build_callbacks(config, objects, trainer, stop), *watchers, keep]
-    record = about(trainer)
+    record = about(trainer) | {"config_folder": str(config.folder.resolve())}
     if objects.from_script:
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
