@@ -10,6 +10,7 @@ Tensor names end in their axes:
     C  classes of a score head                           2  (chosen, rejected)
     K  tokens that a teacher lists                       E  hidden width of a teacher
     L  layers with a router                              X  experts of a layer
+    A  experts that a router chooses for a token
 """
 
 import dataclasses
@@ -58,6 +59,7 @@ class Sample:
     teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
     images: tuple[ImageRef, ...] = ()  # in the order of their placeholder tokens
+    routes: NDArray[np.int16] | None = None  # [tokens, L, A]: the experts that the sampler chose, -1: not known
 
     @property
     def has_advantage(self) -> bool:
@@ -130,6 +132,7 @@ class Batch:
     # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
     weight_BN: Tensor | None = None
     images: BatchImages | None = None
+    routes_NLA: Tensor | None = None  # the experts that the sampler chose for all tokens, -1 where routers choose
 
     def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch with its tensors on `device`."""
@@ -166,6 +169,8 @@ class Outputs:
     router_load_LX: Tensor | None = None  # how often an expert is chosen
     router_prob_LX: Tensor | None = None  # its probabilities
     router_entropy_L: Tensor | None = None  # of the routers' distributions
+    # Over tokens with `routes_NLA`: choices that routers would change, tokens with other experts, choices, tokens.
+    router_changes_4: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,8 @@ class Completion:
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
     advantages: list[float] = field(default_factory=list)  # of each token, where they differ; empty: the group's
     images: tuple[ImageRef, ...] | None = None  # of prompt and completion, in order; None: the row's
+    # [tokens, L, A]: the experts that the sampler chose, from the first token of the prompt on; -1: not known.
+    routes: NDArray[np.int16] | None = field(default=None, compare=False)
 
     @property
     def completion_ids(self) -> list[int]:

@@ -1,7 +1,9 @@
 """Rollouts as plain values."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from upweight.rollout.rollout import Rollout, from_plain, readable, to_plain
@@ -18,6 +20,16 @@ def rollout():
     rewards = torch.tensor([[0.1, float("nan")], [0.3, 1.0]])
     group = Group(1, ROWS[1], [2, 3], completions, rewards, torch.tensor([0.7, -0.7]), {"seen": ["x", "y"]})
     return Rollout(2, 9, [group])
+
+
+def test_the_experts_of_a_completion_survive_json():
+    before = rollout()
+    routes = np.arange(24, dtype=np.int16).reshape(4, 3, 2) - 1
+    before.groups[0].completions[0] = replace(before.groups[0].completions[0], routes=routes)
+    after = from_plain(json.loads(json.dumps(to_plain(before))), ROWS)
+    one, other = after.groups[0].completions
+    assert np.array_equal(one.routes, routes)
+    assert other.routes is None
 
 
 def test_a_rollout_survives_json_bit_by_bit():

@@ -8,6 +8,7 @@ import torch
 
 from tiny_models import drawn, tiny
 from upweight.engine import Engine
+from upweight.engine.routing import Routing, install_routing
 from upweight.models.modules import dropout_off
 from upweight.sampler.collect import CompletionCollector
 from upweight.sampler.cuda_graphs import EagerSteps
@@ -32,17 +33,22 @@ def prepared(kind: str):
     return model
 
 
-def slot_sampler(model, most_slots: int = 1024, prefill_tokens: int = 8192) -> SlotSampler:
-    return SlotSampler(EagerSteps(Slots(CachedForward(model, model.device))), prefill_tokens, most_slots)
+def slot_sampler(
+    model, most_slots: int = 1024, prefill_tokens: int = 8192, records: Routing | None = None
+) -> SlotSampler:
+    forward = CachedForward(model, model.device, records=records)
+    return SlotSampler(EagerSteps(Slots(forward)), prefill_tokens, most_slots)
 
 
-def sampled(sampler, model, prompts, sampling: Sampling, count: int = 3) -> list[list[Completion]]:
-    rows = CompletionCollector(len(prompts), count, sampling.max_new_tokens, ENDS)
+def sampled(
+    sampler, model, prompts, sampling: Sampling, count: int = 3, *, memory=PLENTY, **given
+) -> list[list[Completion]]:
+    rows = CompletionCollector(len(prompts), count, sampling.max_new_tokens, ENDS, **given)
     generator = torch.Generator().manual_seed(0)
     shape = (len(prompts) * count, sampling.max_new_tokens)
     uniform_SN = torch.rand(shape, generator=generator, dtype=torch.float64)
     with torch.no_grad(), dropout_off(model):
-        sampler.sample(prompts, sampling, uniform_SN, rows, PLENTY)
+        sampler.sample(prompts, sampling, uniform_SN, rows, memory)
     assert not rows.alive_S.any()
     return [rows.completions(prompt) for prompt in range(len(prompts))]
 
@@ -115,3 +121,27 @@ def test_a_later_turn_reads_only_its_new_tokens_until_the_weights_change():
     changed = sampled(sampler, model, [turn], sampling, count=1)
     assert sampler.prefilled_tokens == len(BEGINNING) - 1 + 4 + len(turn) - 1
     assert_equal(changed, sampled(slot_sampler(model), model, [turn], sampling, count=1))
+
+
+@pytest.mark.parametrize("memory", [PLENTY, 1])
+def test_slots_record_the_experts_of_prompts_and_completions(memory):
+    model = prepared("qwen3_moe")
+    routing = install_routing(model)
+    given = {"route_shape": (routing.layers, routing.top_k)}
+    sampling = Sampling(max_new_tokens=70)
+    grid = GridSampler(Decoder(CachedForward(model, model.device, records=routing)), 8192)
+    expected = sampled(grid, model, PROMPTS, sampling, **given)
+    # Few slots, and with little memory few pages: sequences wait, and prefixes are read from pages or fed again.
+    slots = slot_sampler(model, most_slots=8, prefill_tokens=64, records=routing)
+    for _ in range(2):  # the second time prompts are in the cache
+        assert_same_routes(sampled(slots, model, PROMPTS, sampling, memory=memory, **given), expected)
+    longer = [[*PROMPTS[3], *expected[3][0].ids[:-1]], PROMPTS[0]]  # a later turn, over pages that steps wrote
+    later = sampled(slots, model, longer, sampling, memory=memory, **given)
+    assert_same_routes(later, sampled(grid, model, longer, sampling, **given))
+
+
+def assert_same_routes(some: list[list[Completion]], others: list[list[Completion]]) -> None:
+    assert_equal(some, others)
+    for one, other in zip(chain(*some), chain(*others), strict=True):
+        assert one.routes is not None
+        assert np.array_equal(one.routes, other.routes)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from upweight.engine.logits import (
 )
 from upweight.engine.packing import Layout
 from upweight.engine.router import router_loss_of, router_statistics
+from upweight.engine.routing import routing_of
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
 from upweight.log import warn_once
@@ -58,6 +60,7 @@ class Engine:
         base = unwrap_peft(model)
         self.layout: Layout = choose_layout(base, layout, longest, reads_images=images is not None)
         self.context, self.images, self.head_chunk = context, images, head_chunk
+        self.replay: bool | None = None  # of the policy's forwards, see `__call__`
         if context is not None:
             require_shareable(base.config, context.size)
             if self.layout != "tree":
@@ -87,6 +90,7 @@ class Engine:
         teacher: Teacher | None = None,
         divergence: Divergence = WITHOUT_TEACHER,
         routers: bool = False,
+        replay: bool | None = None,
     ) -> Outputs:
         """Run `model` (as wrapped for training) on a batch; return log-probs and `statistics`, or scores.
 
@@ -94,6 +98,7 @@ class Engine:
         `feature_positions_T`; `head=False` computes nothing else, and without depths the states below the head.
         `teacher` and `divergence`: what the scored tokens are compared with, for the statistics of both.
         `routers` adds how the routers of a mixture share out the tokens, each counted by `weight_BN`.
+        `replay`: use the experts of `routes_NLA` (True), or only compare with them (False); None: as routers choose.
         """
         unknown = statistics - {*STATISTICS, *COMPARED, *LISTED}
         assert not unknown, f"unknown statistics {sorted(unknown)}"
@@ -111,6 +116,8 @@ class Engine:
             "divergence": divergence,
             "head_chunk": self.head_chunk,
             "weight_BN": batch.weight_BN if routers else None,
+            "routes_NLA": None if replay is None else batch.routes_NLA,
+            "replay": replay,
             "top_k": self.router_loss.top_k if routers and self.router_loss is not None else 0,
         }
         return Outputs(**model(packed=packed))
@@ -166,7 +173,10 @@ def _install_forward(base: PreTrainedModel) -> None:
     @functools.wraps(type(base).forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.pop("packed", None)
-        return self.__dict__["_stock_forward"](*args, **kwargs) if packed is None else _packed_forward(self, packed)
+        if packed is not None:
+            return _packed_forward(self, packed)
+        with nullcontext() if (routing := routing_of(self)) is None else routing.recording(None):
+            return self.__dict__["_stock_forward"](*args, **kwargs)
 
     wrap_forward(base, forward)
 
@@ -192,7 +202,15 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
 
 
 def _local_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
-    """Compute this rank's outputs of a packed batch."""
+    """Compute this rank's outputs of a packed batch, with the experts of its record where routers have one."""
+    if (routing := routing_of(base)) is None:
+        return _model_outputs(base, packed)
+    with routing.replaying(packed["routes_NLA"], bool(packed["replay"])) as forced:
+        out = _model_outputs(base, packed)
+    return out if forced is None else out | {"router_changes_4": forced.changes()}
+
+
+def _model_outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
     head = base.get_output_embeddings()
     transform: LogitTransform | None = base.__dict__.get("_logit_transform")
     request = _head_request(packed, transform or LogitTransform())

@@ -50,6 +50,8 @@ def build_batch(
     batch = _assemble_batch(units, samples, predict, tokens)
     if (images := batch_images(samples, tokens.paths, tuple(tokens.ids_BN.shape))) is not None:
         batch = replace(batch, images=images)
+    if (routes_NLA := _routes(samples, tokens)) is not None:
+        batch = replace(batch, routes_NLA=routes_NLA)
     if weighs is None:
         return batch
     counted = [path for path, sample in zip(tokens.paths, samples, strict=True) if weighs(sample)]
@@ -213,6 +215,19 @@ def _padded_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | Non
     length_B = torch.tensor([max(1, len(sample.ids)) for sample in samples])
     paths = [row * width + np.arange(len(sample.ids)) for row, sample in enumerate(samples)]
     return _Tokens(torch.from_numpy(ids), position_BN, None, length_B, paths)
+
+
+def _routes(samples: Sequence[Sample], tokens: _Tokens) -> Tensor | None:
+    """Return the experts that the sampler chose for each token; of a shared token, those of the first that has any."""
+    shapes = [sample.routes.shape[1:] for sample in samples if sample.routes is not None]
+    if not shapes:
+        return None
+    routes_NLA = np.full((tokens.ids_BN.numel(), *shapes[0]), -1, np.int16)
+    for sample, path in zip(reversed(samples), reversed(tokens.paths), strict=True):
+        if sample.routes is not None:
+            known = sample.routes[:, 0, 0] >= 0
+            routes_NLA[path[known]] = sample.routes[known]
+    return torch.from_numpy(routes_NLA)
 
 
 def _concat_kept(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:

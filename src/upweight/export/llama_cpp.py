@@ -105,9 +105,8 @@ def _converter() -> tuple[str, ...]:
         return (command,)
     offline = "\nWithout a network: `--to folder` needs neither, for transformers and vLLM."
     no_package = f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path, and no package has it"
-    raise UserError(
-        f"{no_package}. Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}{offline}"
-    )
+    remedy = f"Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}{offline}"
+    raise UserError(f"{no_package}. {remedy}")
 
 
 def _require_packages(script: Path) -> None:

@@ -1,11 +1,15 @@
 """A rollout, and its conversion to JSON values for checkpoints and for the completions file."""
 
+import base64
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from upweight.data.images import image_column, image_refs
 from upweight.types import Completion, Group, ImageRef
@@ -75,8 +79,9 @@ def group_from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Group:
 
 def _completion_to_plain(completion: Completion) -> dict[str, Any]:
     images = None if completion.images is None else image_column(completion.images)
+    routes = None if completion.routes is None else _routes_to_plain(completion.routes)
     earlier = [_completion_to_plain(segment) for segment in completion.earlier]
-    return {**vars(completion), "earlier": earlier, "images": images}
+    return {**vars(completion), "earlier": earlier, "images": images, "routes": routes}
 
 
 def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
@@ -85,7 +90,18 @@ def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
     fields = {**plain, "earlier": earlier, "images": images}
     if "given" in fields:  # its name in older checkpoints
         fields["prompt_len"] = fields.pop("given")
+    if fields.get("routes") is not None:
+        fields["routes"] = _routes_from_plain(fields["routes"])
     return Completion(**fields)
+
+
+def _routes_to_plain(routes: NDArray[np.int16]) -> dict[str, Any]:
+    """Return the experts of a completion's tokens as text: numbers would take several times as much."""
+    return {"shape": routes.shape, "bytes": base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()}
+
+
+def _routes_from_plain(plain: Mapping[str, Any]) -> NDArray[np.int16]:
+    return np.frombuffer(zlib.decompress(base64.b64decode(plain["bytes"])), np.int16).reshape(plain["shape"])
 
 
 def images_of(group: Group, completion: Completion) -> tuple[ImageRef, ...]:

@@ -111,4 +111,5 @@ def _sample_of(
         drawn_logps=logps,
         versions=np.array(versions, np.float32)[sampled],
         token_advantages=np.array(completion.advantages, np.float32)[sampled] if completion.advantages else None,
+        routes=completion.routes,
     )

@@ -50,6 +50,7 @@ class CompletionCollector:
         version: int = 0,
         done: Done | None = None,
         on_tokens: OnTokens = None,
+        route_shape: tuple[int, int] | None = None,  # layers and experts of a token, where they are recorded
     ) -> None:
         self.count, self._completion_length, self._version = count, completion_length, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
@@ -60,9 +61,32 @@ class CompletionCollector:
         self._finished_S = np.zeros(prompts * count, np.bool_)
         self.alive_S = np.ones(prompts * count, np.bool_)
         self._unfinished_P = np.full(prompts, count)
+        # The experts of the token that drew each token: the last one of the prompt, and all but the last of a row.
+        self._routes_SNLA: NDArray[np.int16] | None = None
+        if route_shape is not None:
+            self._routes_SNLA = np.zeros((prompts * count, completion_length + 1, *route_shape), np.int16)
+        self._prompt_routes: dict[int, NDArray[np.int16]] = {}
 
-    def take(self, start: int | Ints, ids_KB: Ints, logps_KB: NDArray[np.float32], slots: Ints) -> None:
-        """Store tokens of the rows in `slots` (-1: none), the first being number `start`; ended rows are skipped."""
+    def wants_routes(self, prompt: int) -> bool:
+        """Return whether the experts of a prompt's tokens are collected, and not known yet."""
+        return self._routes_SNLA is not None and prompt not in self._prompt_routes
+
+    def take_prompt_routes(self, prompt: int, routes_NLA: NDArray[np.int16]) -> None:
+        """Store the experts of a prompt's tokens but the last."""
+        self._prompt_routes[prompt] = routes_NLA
+
+    def take(
+        self,
+        start: int | Ints,
+        ids_KB: Ints,
+        logps_KB: NDArray[np.float32],
+        slots: Ints,
+        routes_KBLA: NDArray[np.int16] | None = None,
+    ) -> None:
+        """Store tokens of the rows in `slots` (-1: none), the first being number `start`; ended rows are skipped.
+
+        `routes_KBLA`: the experts of the tokens that drew them.
+        """
         flat, limit = slots.reshape(-1), self._completion_length
         used = np.flatnonzero((flat >= 0) & self.alive_S[flat])
         rows, block_UK = flat[used], ids_KB[:, used].T
@@ -71,6 +95,8 @@ class CompletionCollector:
         column_UK = np.minimum(start_U[:, None] + np.arange(len(ids_KB)), limit)
         self._ids_SN[rows[:, None], column_UK] = block_UK
         self._logps_SN[rows[:, None], column_UK] = logps_KB[:, used].T
+        if self._routes_SNLA is not None and routes_KBLA is not None:
+            self._routes_SNLA[rows[:, None], column_UK] = routes_KBLA[:, used].swapaxes(0, 1)
         is_end = np.isin(block_UK, self.ends) & (column_UK < limit)
         ended = np.logical_or.reduce(is_end, 1)
         stop_U = np.minimum(start_U + len(ids_KB), limit)
@@ -103,10 +129,19 @@ class CompletionCollector:
                 logps=self._logps_SN[row, :length].tolist(),
                 versions=[self._version] * length,
                 finished=bool(self._finished_S[row]),
+                routes=self._routes(row, length),
             )
             for row in range(prompt * self.count, (prompt + 1) * self.count)
             for length in (int(self._length_S[row]),)
         ]
+
+    def _routes(self, row: int, length: int) -> NDArray[np.int16] | None:
+        """Return the experts of a row's tokens, the prompt's first; the last one has not been fed."""
+        if self._routes_SNLA is None:
+            return None
+        drawn_NLA = self._routes_SNLA[row, :length]
+        last_1LA = np.full((1, *drawn_NLA.shape[1:]), -1, np.int16)
+        return np.concatenate([self._prompt_routes[row // self.count], drawn_NLA, last_1LA])
 
 
 def smaller_grid(slots: Ints, alive_S: NDArray[np.bool_], share: float) -> tuple[Ints, Ints, Ints] | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 
 from upweight.log import warn_once
@@ -23,7 +23,9 @@ from upweight.sampler.forward import CachedForward
 from upweight.sampler.fused_decoder import fused_decoder
 from upweight.sampler.slots import Prefix, Slots
 
-PendingTokens = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]  # waits for tokens and log-probs
+# Waits for tokens, their log-probs, and where they are recorded the experts of the tokens that drew them.
+StepTokens = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int16] | None]
+PendingTokens = Callable[[], StepTokens]
 
 _MOST_GRAPHS = 64
 _PROMPT_ROWS = (16, 64, 320, 2048)  # numbers of tokens that take different kernels
@@ -74,8 +76,8 @@ class EagerSteps:
         self.slots.column_1.zero_()
         for _ in range(count):
             self.slots.step()
-        values = [x[:count, : self.slots.size].cpu().numpy().copy() for x in (self.slots.ids_KB, self.slots.logps_KB)]
-        return lambda: (values[0], values[1])
+        values = [x.cpu().numpy().copy() for x in _of_steps(self.slots, count)]
+        return lambda: (values[0], values[1], values[2] if len(values) > 2 else None)
 
     def release(self) -> None:
         """Do nothing: nothing is kept."""
@@ -145,14 +147,14 @@ class GraphSteps:
         self.slots.column_1.zero_()
         for _ in range(count):
             self._step()
-        values = [x[:count, : self.slots.size] for x in (self.slots.ids_KB, self.slots.logps_KB)]
+        values = _of_steps(self.slots, count)
         copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in values]
         event = torch.cuda.Event()
         event.record()
 
-        def pending() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        def pending() -> StepTokens:
             event.synchronize()
-            return copies[0].numpy(), copies[1].numpy()
+            return copies[0].numpy(), copies[1].numpy(), copies[2].numpy() if len(copies) > 2 else None
 
         return pending
 
@@ -232,6 +234,12 @@ class GraphSteps:
         """Drop all graphs and their memory: a pool that no graph uses any more cannot be captured into."""
         self._graphs.clear()
         self._pool = None
+
+
+def _of_steps(slots: Slots, count: int) -> list[Tensor]:
+    """Return what so many steps wrote for the host."""
+    written = [slots.ids_KB, slots.logps_KB, *([] if slots.routes_KBLA is None else [slots.routes_KBLA])]
+    return [values_KB[:count, : slots.size] for values_KB in written]
 
 
 def _in_half_precision(forward: CachedForward) -> bool:

@@ -44,6 +44,9 @@ class Decoder:
         self.grid = Grid(0, 0, 0, 0)
         self.sampling = Sampling(max_new_tokens=0)  # only the settings that change the draw of a token
         self.caches: list[Caches] = []  # by attention call
+        # Where experts are recorded: of each prompt's tokens, and of the tokens that drew the newest ones.
+        self.prompt_routes: list[Tensor] = []
+        self.routes_BLA: Tensor | None = None
 
     def open(self, grid: Grid, sampling: Sampling) -> None:
         """Allocate a grid in the buffers."""
@@ -97,13 +100,16 @@ class Decoder:
         """Forward the prompts, in chunks of at most `prefill_tokens` tokens, and draw the first tokens."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         length = np.array([len(ids) for ids in arrays])
-        logits, start = [], 0
+        logits, start, self.prompt_routes = [], 0, []
         while start < len(arrays):
             fitting = int((length[start:].cumsum() <= prefill_tokens).sum())
             stop = start + max(1, fitting)
             logits.append(self._prefill_chunk(arrays[start:stop], start, list(length[start:stop, None] - 1)))
             start = stop
         logits.append(logits[0][:1].expand(self.grid.groups - len(arrays), -1))
+        if self.prompt_routes:
+            last_GLA = torch.stack([routes_PLA[-1] for routes_PLA in self.prompt_routes])
+            self.routes_BLA = last_GLA.repeat_interleave(self.grid.members, 0)
         self._draw_tokens(torch.cat(logits).repeat_interleave(self.grid.members, 0))
 
     def prefill_branches(self, documents: Sequence[Sequence[int]], anchor_GM: Tensor, uniform_BN: Tensor) -> None:
@@ -130,7 +136,11 @@ class Decoder:
         at = np.concatenate([path[columns] for path, columns in zip(forest.paths, positions, strict=True)])
         context = self._prefilling(end_N, position_N, slice(start, start + len(prompts)), index_GP)
         images = self.forward.images.inputs(prompts, forest, np.arange(len(forest.ids_N)), self.device)
-        return self.forward.logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device), images)
+        routes_NLA, at_T = self.forward.route_buffer(len(ids_N)), torch.from_numpy(at).to(self.device)
+        out = self.forward.logits(ids_N[None], position_N[None], context, at_T, images, routes_NLA=routes_NLA)
+        if routes_NLA is not None:
+            self.prompt_routes += [routes_NLA[path] for path in forest.paths]
+        return out
 
     def _prefilling(self, end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> CallAttention:
         """Return attention over packed prompts, which also stores their keys and values in the grid."""
@@ -162,7 +172,9 @@ class Decoder:
 
         before_GM1 = self._tokens_before().expand(-1, self.grid.members, -1)
         position_B1 = (before_GM1 + self.shift_G1[:, None] + self.step_1).reshape(-1, 1)
-        self._draw_tokens(self.forward.logits(self.token_B1, position_B1, attend, None))
+        self.routes_BLA = self.forward.route_buffer(len(position_B1))
+        logits = self.forward.logits(self.token_B1, position_B1, attend, None, routes_NLA=self.routes_BLA)
+        self._draw_tokens(logits)
 
     def _draw_tokens(self, logits_BV: Tensor) -> None:
         """Draw a token for every slot, and store it in the next column."""

@@ -15,6 +15,7 @@ from upweight.engine.attention.interface import tree_masks, use_tree_attention
 from upweight.engine.attention.rules import AttentionParams
 from upweight.engine.image_rows import image_rows
 from upweight.engine.logits import LogitTransform
+from upweight.engine.routing import Routing, routing_of
 from upweight.errors import UserError
 from upweight.models.modules import backbone_of
 from upweight.models.processor import ImageReader
@@ -76,8 +77,14 @@ class _Shapes:
 class CachedForward:
     """A model whose attention is computed by the sampler."""
 
-    def __init__(self, base: PreTrainedModel, device: torch.device, reader: ImageReader | None = None) -> None:
-        self.base, self.device = base, device
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        device: torch.device,
+        reader: ImageReader | None = None,
+        records: Routing | None = None,  # the routers whose choices are recorded
+    ) -> None:
+        self.base, self.device, self.records = base, device, records
         self.images = ImagePrompts(reader)
         family = vision_family(base.config)
         self.shifts = reader is not None and family is not None and family.has_grid  # positions after images
@@ -97,7 +104,13 @@ class CachedForward:
 
     def token_bytes(self) -> int:
         """Return the bytes that one token takes in the caches of all layers."""
-        return sum(layer.heads * (layer.key_width + layer.value_width) * layer.dtype.itemsize for layer in self.layers)
+        routes = 0 if self.records is None else self.records.layers * self.records.top_k * torch.int16.itemsize
+        widths = [layer.heads * (layer.key_width + layer.value_width) * layer.dtype.itemsize for layer in self.layers]
+        return sum(widths) + routes
+
+    def route_buffer(self, tokens: int) -> Tensor | None:
+        """Return room for the experts of so many tokens, where they are recorded."""
+        return None if self.records is None else self.records.buffer(tokens, self.device)
 
     def logits(
         self,
@@ -106,10 +119,13 @@ class CachedForward:
         calls: CallAttention | _Shapes,
         at: Tensor | None,
         images: dict[str, Any] | None = None,
+        *,
+        routes_NLA: Tensor | None = None,
     ) -> Tensor:
         """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform.
 
         `images`: of `ImagePrompts.inputs`, if any of the tokens stand for or after images.
+        `routes_NLA`: takes the experts that routers choose.
         """
         inputs: dict[str, Any] = {"position_ids": position_BN, "use_cache": False}
         inputs["attention_mask"] = torch.ones_like(ids_BN)
@@ -123,7 +139,9 @@ class CachedForward:
             rows = image_rows(self.base, images, ids_BN)
             inputs, body = inputs | rows.inputs, rows.call
         attention = nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN)
-        with attention as tree, tree_masks(tree):
+        routing = routing_of(self.base)
+        recorded = nullcontext() if routing is None else routing.recording(routes_NLA)
+        with recorded, attention as tree, tree_masks(tree):
             if params is None:
                 stock = self.base.__dict__["_stock_forward"]
                 can_select = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters

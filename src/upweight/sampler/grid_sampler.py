@@ -57,11 +57,14 @@ class GridSampler:
         decoder.open(Grid(len(wave), rows.count, longest, sampling.max_new_tokens), sampling)
         decoder.load(chosen, uniform_SN[torch.from_numpy(slots.reshape(-1))])
         decoder.prefill(chosen, self._prefill_tokens)
+        for number, routes_PLA in zip(wave.tolist(), decoder.prompt_routes, strict=False):
+            rows.take_prompt_routes(number, routes_PLA[:-1].numpy())
         for column in range(sampling.max_new_tokens):
             if column:
                 decoder.advance(column)
             ids_1B, logps_1B = (x[column : column + 1].numpy().copy() for x in (decoder.ids_NB, decoder.logps_NB))
-            rows.take(column, ids_1B, logps_1B, slots)
+            routes_1BLA = None if decoder.routes_BLA is None else decoder.routes_BLA[None].numpy()
+            rows.take(column, ids_1B, logps_1B, slots, routes_1BLA)
             if not rows.alive_S[slots[slots >= 0]].any():
                 return
             slots = self._shrink_grid(slots, rows)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from upweight.engine import Engine
+from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.memory import free_memory, sampler_bytes
@@ -56,6 +57,7 @@ class InProcess:
         cache_bytes: int | None = None,
         prefill_tokens: int = _PREFILL_TOKENS,
         compile: bool = False,
+        records: bool = False,
         reserved: int = 0,
     ) -> None:
         """`model`: the unwrapped model, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
@@ -63,6 +65,7 @@ class InProcess:
         `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is a share of the
         free memory on a GPU, less the bytes that are `reserved` for training. `compile` fuses the layers' kernels on a
         GPU, which takes some seconds at first.
+        `records`: completions have the experts that routers chose, of a mixture that `install_routing` knows.
         """
         self._model, self._base = model, unwrap_peft(model)
         self._tokenizer = tokenizer
@@ -70,14 +73,15 @@ class InProcess:
         self._ends = frozenset(end_ids) if end_ids is not None else eos_token_ids(self._base, tokenizer)
         self._device = torch.device(device) if device is not None else self._base.device
         self._cache_bytes, self._reserved = cache_bytes, reserved
-        self._version, self.compile = 0, compile
+        self._version, self.compile = 0, compile and not records  # compiled layers would not record
+        self._routing = install_routing(self._base) if records else None
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
         self._checked: set[bool] = set()  # without images, with images
-        forward = CachedForward(self._base, self._device, self._engine.images)
+        forward = CachedForward(self._base, self._device, self._engine.images, self._routing)
         self._image_prompts = forward.images
         self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
         if self._device.type == "cuda":
-            self._sampler = SlotSampler(GraphSteps(Slots(forward), compile), prefill_tokens)
+            self._sampler = SlotSampler(GraphSteps(Slots(forward), self.compile), prefill_tokens)
 
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None, on_tokens: OnTokens = None
@@ -96,7 +100,10 @@ class InProcess:
         stops = StopStrings(self._tokenizer, sampling.stop_strings)
         ends, version = self._ends | set(sampling.stop_ids), self._version
         size = len(prompts), count, sampling.max_new_tokens
-        rows = CompletionCollector(*size, ends, stops, version=version, done=done, on_tokens=on_tokens)
+        given: dict[str, Any] = {"version": version, "done": done, "on_tokens": on_tokens}
+        if self._routing is not None:
+            given["route_shape"] = (self._routing.layers, self._routing.top_k)
+        rows = CompletionCollector(*size, ends, stops, **given)
         with torch.no_grad(), dropout_off(self._model):
             return self._sample_with(self._strategy, self._engine, prompts, rows, sampling)
 
@@ -171,6 +178,9 @@ class InProcess:
             prompts = self._image_prompts.keys(prompts, sampling.images)
             self._sampler.sample(prompts, sampling, uniform_SN, rows, self._kv_memory())
         else:
+            if self._routing is not None and engine is not None:
+                problem = f"{type(self._base).__name__} is sampled by {Strategy.GENERATE}, which records no experts"
+                raise UserError(f"trl.routing_replay: {problem}. Leave it out.")
             cached = strategy != Strategy.GENERATE_UNCACHED
             options: dict[str, Any] = {"cached": cached, "reader": self._engine.images}
             hf_generate(self._model, engine, prompts, rows, sampling, **options)
@@ -194,6 +204,10 @@ class InProcess:
     def version(self) -> int:
         """Return the policy version that the next request is sampled from."""
         return self._version
+
+    def held_bytes(self) -> int:
+        """Return the memory of caches that are kept between calls."""
+        return self._sampler.bytes()
 
     def close(self) -> None:
         """Free caches and graphs; the next call creates them again."""

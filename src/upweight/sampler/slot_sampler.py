@@ -147,7 +147,8 @@ class _Call:
     def _take(self) -> None:
         """Wait for the oldest launched steps, collect their tokens, and free the slots of rows that have ended."""
         block = self.launched.popleft()
-        self.rows.take(block.start_B, *block.pending(), block.row_B)
+        ids_KB, logps_KB, routes_KBLA = block.pending()
+        self.rows.take(block.start_B, ids_KB, logps_KB, block.row_B, routes_KBLA)
         self._leave([s for s, one in enumerate(self.sequences) if one is not None and not self.rows.alive_S[one.row]])
 
     def _leave(self, slots: list[int]) -> None:
@@ -264,6 +265,16 @@ class _Call:
             state_5M = np.array([state for _, state in placed]).T
             self.slots.place(index, state_5M, self.uniform_SN[[row for row, _ in chosen]])
             self.slots.mark_seen(index, [ids for _, ids in chosen])
+            self._take_prompt_routes(index)
+
+    def _take_prompt_routes(self, slots: list[int]) -> None:
+        """Collect the experts of the prompts of sequences that have just taken a slot."""
+        for sequence in (self.sequences[slot] for slot in slots):
+            assert sequence is not None
+            prompt = sequence.row // self.rows.count
+            if self.slots.route_pool is not None and self.rows.wants_routes(prompt):
+                fed = len(self.prompts[prompt]) - 1
+                self.rows.take_prompt_routes(prompt, self.slots.read_routes(sequence.pages, fed))
 
     def _shrink(self) -> None:
         """Decode fewer slots where fewer sequences are left."""

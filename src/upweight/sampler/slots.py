@@ -90,6 +90,12 @@ class Slots:
         self.column_1 = view("column", (1,), torch.long)
         self.ids_KB = view("ids", (BLOCK, sizes.slots), torch.long)
         self.logps_KB = view("logps", (BLOCK, sizes.slots), torch.float32)
+        self.routes_KBLA = self.routes_BLA = self.route_pool = None
+        if (records := self.forward.records) is not None:
+            shape = records.layers, records.top_k
+            self.routes_BLA = view("routes", (sizes.slots, *shape), torch.int16)
+            self.routes_KBLA = view("routes of steps", (BLOCK, sizes.slots, *shape), torch.int16)
+            self.route_pool = view("routes of pages", (sizes.pages, PAGE, *shape), torch.int16)
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
             vocabulary = self.forward.base.config.get_text_config().vocab_size
@@ -148,7 +154,8 @@ class Slots:
         """Copy whole pages of all layers, each from the first of a pair to the second."""
         if pairs:
             source_M, target_M = self.upload(np.array(pairs).T.copy())
-            for pool in (pool for pools in self.pools for pool in pools):
+            routes = [] if self.route_pool is None else [self.route_pool]
+            for pool in [*(pool for pools in self.pools for pool in pools), *routes]:
                 pool.index_copy_(0, target_M, pool.index_select(0, source_M))
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
@@ -172,7 +179,23 @@ class Slots:
         attend = _Prefilling(self.pools, *map(torch.from_numpy, (forest.end_N, forest.position_N)), *indices)
         images = self.forward.images.inputs(arrays, forest, new, self.device)
         at = torch.zeros(0, dtype=torch.long, device=self.device)
-        self.forward.logits(ids_M[None], position_M[None], attend, at, images)
+        routes_MLA = self.forward.route_buffer(len(ids_M))
+        self.forward.logits(ids_M[None], position_M[None], attend, at, images, routes_NLA=routes_MLA)
+        if routes_MLA is not None and self.route_pool is not None:
+            new_M, cached_C, cached_place_C, source_W, target_W = indices
+            pool_RLA = self.route_pool.flatten(0, 1)
+            row_NLA = routes_MLA.new_empty(len(forest.ids_N), *routes_MLA.shape[1:])
+            row_NLA[new_M], row_NLA[cached_C] = routes_MLA, pool_RLA[cached_place_C]
+            pool_RLA[target_W] = row_NLA[source_W]
+
+    def read_routes(self, pages: Sequence[int], tokens: int) -> NDArray[np.int16]:
+        """Return the experts of the first tokens in some pages; on a GPU they are there once a later step is."""
+        assert self.route_pool is not None
+        routes_NLA = self.route_pool[self.upload(np.asarray(pages, np.int64))].flatten(0, 1)[:tokens]
+        if self.device.type != "cuda":
+            return routes_NLA.numpy()
+        host = torch.empty(routes_NLA.shape, dtype=routes_NLA.dtype, pin_memory=True)
+        return host.copy_(routes_NLA, non_blocking=True).numpy()
 
     def forward_nothing(self, rows: int) -> None:
         """Forward so many tokens as a prompt without attention, so that what is launched for it is compiled."""
@@ -190,7 +213,11 @@ class Slots:
         kernels = paged_step is not None and length_B.is_cuda
         attend: CallAttention = (_KernelStep if kernels else _PlainStep)(self.pools, table_BT, length_B)
         position_B = length_B + self.shift_B[:size] if self.forward.shifts else length_B
-        logits_BV = self.forward.logits(self.token_B[:size, None], position_B[:, None], attend, None)
+        routes_BLA = None if self.routes_BLA is None else self.routes_BLA[:size]
+        tokens_B1 = self.token_B[:size, None]
+        logits_BV = self.forward.logits(tokens_B1, position_B[:, None], attend, None, routes_NLA=routes_BLA)
+        if routes_BLA is not None:
+            self._keep_routes(routes_BLA, table_BT, length_B)
         sampling = self.sampling
         truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or bool(sampling.suppress_ids)
         if draw_step is None or DrawState is None or not kernels or truncates or self.seen_BV is not None:
@@ -199,6 +226,14 @@ class Slots:
         slots = [x[:size] for x in (self.uniform_BN, self.token_B, length_B, self.drawn_B, self.limit_B)]
         state = DrawState._make([*slots, self.column_1, self.ids_KB, self.logps_KB])
         draw_step(logits_BV, sampling.temperature, state)
+
+    def _keep_routes(self, routes_BLA: Tensor, table_BT: Tensor, length_B: Tensor) -> None:
+        """Store the experts of the newest tokens beside their keys, and for the host."""
+        assert self.route_pool is not None
+        assert self.routes_KBLA is not None
+        page_B = table_BT.gather(1, length_B[:, None] // PAGE)[:, 0].long()
+        self.route_pool[page_B, length_B % PAGE] = routes_BLA
+        self.routes_KBLA[:, : len(routes_BLA)].index_copy_(0, self.column_1, routes_BLA[None])
 
     def _draw_tokens(self, logits_BV: Tensor) -> None:
         """Draw the token of every slot, and go on with it where tokens are left to draw."""

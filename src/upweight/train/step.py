@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,15 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
+from upweight.engine.activations import recompute_every_layer, save_less
 from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
 from upweight.errors import UserError
 from upweight.methods.base import Method, required
+from upweight.models.memory import smaller_rows
+from upweight.models.modules import unwrap_peft
 from upweight.models.reference import Reference
 from upweight.train.by_source import losses_by_source
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.experts.balance import RouterBalance
+from upweight.train.experts.replay import replay_metrics
 from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.train.recording.metrics import Meters
 from upweight.train.row_check import RowCheck
@@ -92,7 +96,7 @@ class StepRunner:
                 if self.balance is not None:
                     loss = loss + self.balance.row_loss(out) * self.accelerator.num_processes
                 self.accelerator.backward(loss)
-            metered.append(metrics)
+            metered += [metrics, replay_metrics(out)]
             total += loss.detach() / self.packer.context_size
             if sources is not None and len(self.sources) > 1 and row.unit_numbers:
                 names = {number: self.sources[sources[number]] for number in row.unit_numbers}
@@ -106,6 +110,28 @@ class StepRunner:
         self._add_metrics(metered, len(forwarded), len(units))
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.unit_numbers and self._reports)
         return total
+
+    def give_up(
+        self, model: nn.Module, units: Sequence[Unit], release_sampler: Callable[[], bool] | None
+    ) -> str | None:
+        """Have the next try of a step that ran out of memory need less; return what is given up, None where nothing is.
+
+        All of it costs time only: no rung changes what is computed.
+        """
+        unwrapped = self.accelerator.unwrap_model(model)
+        parts = [
+            "the sampler's memory" if release_sampler is not None and release_sampler() else "",
+            "kept activations" if recompute_every_layer(unwrap_peft(unwrapped)) else "",
+        ]
+        if any(parts):
+            return " and ".join(filter(None, parts))
+        largest_unit = max(sum(len(sample.ids) for sample in unit.samples) for unit in units)
+        smaller = smaller_rows(self.token_budget, self.packer.largest, largest_unit)
+        if smaller is not None:
+            self.token_budget = smaller
+            return f"larger rows (token_budget is now {smaller})"
+        key = None if self.engine.images is not None else save_less(unwrapped)
+        return None if key is None else f"speed ('{key}' from now on)"
 
     def _add_metrics(self, metered: Sequence[Metrics], forwarded: int, units: int) -> None:
         """Add the metrics of a step's rows, those of its routers, and how many of its units were forwarded."""
@@ -151,7 +177,7 @@ class StepRunner:
     def _count_choices(self, model: nn.Module, rows: Sequence[PackedRow], balance: RouterBalance) -> None:
         """Count how often each expert is chosen in the step, by a pass over the body alone."""
         for row in rows:
-            balance.count(self.engine(model, row.batch, head=False, routers=True))
+            balance.count(self.engine(model, row.batch, head=False, routers=True, replay=self.engine.replay))
         balance.finish_count()
 
     def _taught(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterable[PackedRow]:
@@ -169,6 +195,7 @@ class StepRunner:
             with torch.no_grad(), self.reference.use(model) as reference:
                 known = self.engine(reference, batch, temperature=row.temperature).logps_T
         given = {"teacher": row.teacher, "divergence": self.method.comparison, "routers": routers}
+        given["replay"] = self.engine.replay
         out = self.engine(model, batch, self.method.statistics, temperature=row.temperature, **given)
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
@@ -213,16 +240,17 @@ class StepRunner:
 
     @torch.no_grad()
     def logps(
-        self, model: nn.Module, units: Sequence[Unit], engine: Engine | None = None
+        self, model: nn.Module, units: Sequence[Unit], engine: Engine | None = None, *, replays: bool = False
     ) -> list[list[NDArray[np.float32]]]:
         """Return the log-probs of each unit's scored tokens on every rank; zero for the first token of a sequence.
 
-        `engine`: that of a model which is not the policy.
+        `engine`: that of a model which is not the policy; `replays`: with the experts of the sampler, for the policy.
         """
         rank_logps: dict[int, list[NDArray[np.float32]]] = {}
         engine = engine or self.engine
         for row in dataclasses.replace(self.packer, engine=engine).rows(units, self.token_budget):
-            logps_T = engine(model, row.batch, temperature=row.temperature).logps_T
+            replay = engine.replay if replays else None
+            logps_T = engine(model, row.batch, temperature=row.temperature, replay=replay).logps_T
             assert logps_T is not None
             samples = [sample for number in row.unit_numbers for sample in units[number].samples]
             counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))

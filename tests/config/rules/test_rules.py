@@ -151,6 +151,18 @@ BROKEN = {
         **ROLLED,
         "trl": {**ROLLED["trl"], "rollout_backend": "b.C"},
     },
+    "trl.routing_replay: experts that vLLM chose": served(routing_replay=True),
+    "trl.routing_replay: code of yours": {**ROLLED, "trl": {**ROLLED["trl"], "routing_replay": "measure"}},
+    "trl.routing_replay: needs whole weights": {
+        **GRPO,
+        "fsdp": True,
+        "trl": {**GRPO["trl"], "routing_replay": True},
+    },
+    "trl.routing_replay: experts of rows that ranks share": {
+        **GRPO,
+        "context_parallel_size": 2,
+        "trl": {**GRPO["trl"], "routing_replay": True},
+    },
     "trl.rollout_backend: there is no 'mine'": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "mine"}},
     "trl.rollout_backend: vLLM is chosen by": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "vllm_server"}},
     "trl.rollout_backend: needs all weights": {

@@ -1,5 +1,9 @@
 """Tokens of a rollout, in segments."""
 
+from dataclasses import replace
+
+import numpy as np
+
 from upweight.rollout.episodes.token_stream import TokenStream, build_completion, shared_prompt
 from upweight.types import Completion, Group
 
@@ -58,3 +62,31 @@ def test_a_groups_prompt_is_what_all_its_sequences_were_given():
     assert shared_prompt(streams) == [1]
     found = build_completion(streams[0], Group(0, {}, [1]), finished=True)
     assert (found.ids, found.sampled) == ([2, 3, 3], [False, False, True])
+
+
+def routes(*experts):
+    """The experts of some tokens in a model with one router that chooses one."""
+    return np.array(experts, np.int16).reshape(-1, 1, 1)
+
+
+def test_the_experts_of_a_token_are_those_of_its_first_forward():
+    stream = TokenStream([1, 2])
+    stream.append_sampled(replace(sampled(10, 11), routes=routes(5, 6, 7, -1)))
+    stream.append_observation([20])
+    # The second turn feeds all tokens again, and may route them otherwise.
+    stream.append_sampled(replace(sampled(12), routes=routes(0, 0, 0, 3, 4, -1)))
+    stream.append_observation([21])
+    completion = build_completion(stream, Group(0, {}, [1, 2]), finished=True)
+    assert completion.routes.ravel().tolist() == [5, 6, 7, 3, 4, -1, -1]
+    assert len(completion.routes) == 2 + len(completion.ids)
+
+
+def test_an_earlier_segment_has_its_own_experts():
+    stream = TokenStream([1])
+    stream.append_sampled(replace(sampled(10, 11), routes=routes(5, 6, -1)))
+    stream.append_observation([20])
+    stream.restart([1, 30])
+    stream.append_sampled(replace(sampled(12), routes=routes(7, 8, -1)))
+    completion = build_completion(stream, Group(0, {}, [1]), finished=True)
+    assert completion.earlier[0].routes.ravel().tolist() == [5, 6, -1]
+    assert completion.routes.ravel().tolist() == [7, 8, -1]

@@ -3,8 +3,10 @@
 import asyncio
 import threading
 
+import numpy as np
+
 from upweight.errors import UserError
-from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
+from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher, _cut
 from upweight.types import Completion, Sampling
 
 
@@ -90,3 +92,10 @@ def test_first_turns_wait_for_their_group_and_are_shared():
     found, calls = together(work, 4)
     assert [one.ids for one in found] == [[7, 7], [8, 8], [9, 9]]
     assert sorted(calls) == [[1], [2]]
+
+
+def test_a_turn_that_is_cut_keeps_the_experts_of_what_is_left():
+    routes = np.arange(5, dtype=np.int16).reshape(5, 1, 1)  # two tokens of the prompt, and three
+    cut = _cut(Completion([7, 8, 9], [0.0] * 3, [0] * 3, True, routes=routes), 1)
+    assert cut.routes is not None
+    assert (cut.ids, cut.routes.ravel().tolist()) == ([7], [0, 1, 2])

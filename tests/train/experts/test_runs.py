@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
 import torch
+import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from made_runs import metrics_of, write_config, write_model, write_online
 from upweight.config import load_config
+from upweight.errors import UserError
 from upweight.runs.files import EXPERT_LOAD
 from upweight.train.run import train
 
@@ -46,3 +49,55 @@ def test_adapters_of_experts_are_trained_saved_and_resumed(tmp_path):
 def trained_weights(folder, base):
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     return {name: weight.detach() for name, weight in model.named_parameters() if "lora" in name}
+
+
+REPLAYED = ("router/rerouted_choices", "router/rerouted_tokens")
+
+
+def replayed(tmp_path, replay, **keys):
+    """The metrics of a run with two steps on each rollout, at a learning rate that changes what routers choose."""
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    config = write_online(tmp_path, model, learning_rate=0.01, lr_scheduler="constant", max_steps=4, **keys)
+    content = yaml.safe_load(config.read_text())
+    content["trl"] |= {"routing_replay": replay, "num_iterations": 2}
+    config.write_text(yaml.safe_dump(content))
+    train(load_config(config))
+    return [row for row in metrics_of(tmp_path / "out") if "loss" in row]
+
+
+def test_the_experts_of_the_sampler_are_replayed(tmp_path):
+    rows = replayed(tmp_path, True)
+    assert all(row["router/rerouted_tokens"] == 0 for row in rows)
+    assert rows[0]["router/rerouted_choices"] == 0
+    assert rows[0]["sampling/logp_gap"] < 1e-4
+    assert rows[1]["router/rerouted_choices"] > 0  # the second step on a rollout: the routers have moved
+
+
+def test_differences_are_measured_without_a_replay(tmp_path):
+    rows = replayed(tmp_path, "measure")
+    assert rows[0]["router/rerouted_tokens"] == 0
+    assert rows[1]["router/rerouted_tokens"] >= rows[1]["router/rerouted_choices"] > 0
+    (tmp_path / "off").mkdir()
+    off = replayed(tmp_path / "off", False)
+    assert not any(name in row for row in off for name in REPLAYED)
+    assert [row["loss"] for row in off] == [row["loss"] for row in rows]
+
+
+def test_a_run_with_adapters_on_experts_replays_and_resumes(tmp_path):
+    keys = {**EXPERTS, "save_steps": 1}
+    whole = replayed(tmp_path, True, **keys)
+    assert all(row["router/rerouted_tokens"] == 0 for row in whole)
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")  # within a rollout, whose experts it holds
+    rest = replayed(tmp_path, True, **keys, resume_from_checkpoint=checkpoint)
+    after = [{name: row[name] for name in (*REPLAYED, "loss")} for row in rest if row["step"] > 1]
+    before = [{name: row[name] for name in (*REPLAYED, "loss")} for row in whole if row["step"] > 1]
+    assert after == [pytest.approx(row, abs=1e-6) for row in before]
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    config = write_online(tmp_path, write_model(tmp_path / "model"))
+    content = yaml.safe_load(config.read_text())
+    content["trl"]["routing_replay"] = True
+    config.write_text(yaml.safe_dump(content))
+    with pytest.raises(UserError, match=r"routing_replay: .*no mixture"):
+        train(load_config(config))

@@ -90,26 +90,26 @@ def starter_files(method: str) -> dict[str, str]:
     else:
         rows = (FOLDER / "rows" / data).read_text(encoding="utf-8")
     files = {"config.yaml": config, data: rows}
-    about = {"config.yaml": "the run: model, data, method, each key with a word on it", data: "a small sample of rows"}
-    commands = {"upweight doctor config.yaml": "versions, memory, data, rewards: whether it will run"}
+    about = {"config.yaml": "the run: model, data, method; every key has a comment", data: "a small sample of rows"}
+    commands = {"upweight doctor config.yaml": "checks versions, memory, data and rewards"}
     if "reward_funcs" in config:
         files["rewards.py"], about["rewards.py"] = inspect.getsource(rewards), "what a good answer is: change this"
-        commands["upweight rewards config.yaml"] = "what the rewards give now, without training"
+        commands["upweight rewards config.yaml"] = "shows what the rewards give before training"
     if method == "gym":
         files["gym.yaml"] = agent_config(GYM_SERVER)
         about["gym.yaml"] = "the Gym's servers: tools and verification, a proxy to the policy, an agent"
-    commands["upweight train config.yaml"] = "minutes on a CPU" if starter.model == MODEL else "wants a GPU"
-    commands["upweight report out"] = "curves, completions and verdicts as one page"
+    commands["upweight train config.yaml"] = "minutes on a CPU" if starter.model == MODEL else "slow without a GPU"
+    commands["upweight report out"] = "writes curves, completions and problems to one page"
     if "reward_model: true" in config:
-        commands["upweight score out answers.jsonl"] = 'scores of {"prompt": ..., "completion": ...} rows'
+        commands["upweight score out answers.jsonl"] = 'scores rows of {"prompt": ..., "completion": ...}'
     elif f'"{PICTURES}/' in rows:
         about[f"{PICTURES}/"] = "squares to be counted, one picture for each row"
-        commands[f'upweight inference out --prompt "How many squares?" --image {name_of(0)}'] = "ask the result"
+        commands[f'upweight inference out --prompt "How many squares?" --image {name_of(0)}'] = "asks the model"
     else:
-        commands["upweight inference out --chat"] = "talk to the result"
+        commands["upweight inference out --chat"] = "talks to the trained model"
     readme = PARTS["readme"].format(
         files="\n".join(f"| `{name}` | {what} |" for name, what in about.items()),
-        commands="\n".join(f"{command:<34}# {why}" for command, why in commands.items()),
+        commands="\n".join(f"{command:<33} # {why}" for command, why in commands.items()),
         example=rows.partition("\n")[0],
         **vars(starter),
     )

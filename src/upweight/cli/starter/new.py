@@ -260,7 +260,7 @@ def _text(plan: Plan, output: Path) -> str:
         *([f"eval_samples: {min(held_out, 8)}   # of which so many are answered before and after"] if answers else []),
         *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
         "",
-        f"adapter: {adapter}   # trains a few weights beside the model; drop these four lines to train all",
+        f"adapter: {adapter}   # trains a few weights beside the model; remove these four lines to train all",
         "lora_r: 16",
         "lora_alpha: 32",
         "lora_target_linear: true",

@@ -15,6 +15,7 @@ NOT_WITH_FEATURES = {
     "trl.streaming_partial_batch": "features are computed from whole rollouts by the model that trains; drop it",
     "trl.dynamic_sampling_max_rounds": "completions of a group get different rewards unless they are equal; drop it",
     "trl.reroll_start_fraction": "every completion earns a reward, so no prompt counts as failed; drop it",
+    "trl.routing_replay": "experts are recorded for completions of prompts, not for blocks; drop it, or use rl: grpo",
     "nemo_gym_enabled": "ebft compares completions with the answers in the data; use rl: grpo",
 }
 NOT_WITH_BLOCKS = {

@@ -81,6 +81,22 @@ def backends(config: Config) -> Iterator[str]:
         yield "trl.rollout_backend: needs all weights in each process; drop it, or train without sharding."
 
 
+def routing_replay(config: Config) -> Iterator[str]:
+    """Check that experts are recorded where completions are sampled, and forced where they are trained on."""
+    rollout, sharding, key = config.rollout, config.sharding, "trl.routing_replay"
+    if rollout.routing_replay is False or not config.method.online:
+        return
+    if rollout.use_vllm:
+        yield f"{key}: experts that vLLM chose are not read. Drop it, or 'trl.use_vllm'."
+    for name, value in {"rollout_func": rollout.rollout_func, "rollout_backend": rollout.rollout_backend}.items():
+        if value is not None and value != IN_PROCESS:
+            yield f"{key}: code of yours records no experts. Drop it, or 'trl.{name}'."
+    if sharding.fsdp or sharding.deepspeed is not None:
+        yield f"{key}: needs whole weights on each rank. Drop it, or train without sharding."
+    if sharding.context_parallel_size > 1:
+        yield f"{key}: experts of rows that ranks share are not replayed. Drop it, or 'context_parallel_size'."
+
+
 def vllm(config: Config) -> Iterator[str]:
     """Check the options of the vLLM server and of colocated vLLM."""
     rollout = config.rollout

@@ -79,6 +79,9 @@ class RolloutSection(Section):
     release_sampler: bool = setting(
         "trl.release_sampler", False, "Free the memory of sampling in this process after each rollout."
     )
+    routing_replay: bool | Literal["measure"] = setting(
+        "trl.routing_replay", False, "Train with the experts that the sampler chose; `measure` only compares them."
+    )
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
     completions_shown: PositiveInt | None = setting(
         "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."

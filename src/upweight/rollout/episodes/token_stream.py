@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from upweight.data.raw_row import common_start
 from upweight.types import Completion, Group, ImageRef
 
@@ -19,6 +22,7 @@ class Segment:
     logps: list[float]  # NaN where the sampler's is not known
     versions: list[int | None]
     images: Images = None  # None: those of the prompt's row
+    routes: NDArray[np.int16] | None = None  # the experts of all tokens up to the last turn, -1 where not known
 
     @staticmethod
     def of(prompt: Sequence[int], images: Images = None) -> "Segment":
@@ -36,13 +40,29 @@ class Segment:
         self.versions += versions
         self.sampled += [sampled] * len(ids)
 
+    def take_routes(self, routes: NDArray[np.int16]) -> None:
+        """Store the experts of a turn and of all before it; those of a token are those of its first forward."""
+        if self.routes is not None:
+            known = np.flatnonzero(self.routes[:, 0, 0] >= 0)
+            routes = routes.copy()
+            routes[known] = self.routes[known]
+        self.routes = routes
+
     def completion(self, start: int, *, finished: bool, stop: int | None = None) -> Completion:
         """Return the tokens from `start` to `stop`; observations get the oldest version of the sampled tokens."""
         oldest = min((version for version in self.versions if version is not None), default=0)
         versions = [oldest if version is None else version for version in self.versions[start:stop]]
         ids, logps, sampled = self.ids[start:stop], self.logps[start:stop], self.sampled[start:stop]
-        logps = [] if any(map(math.isnan, logps)) else logps
-        return Completion(ids, logps, versions, finished, sampled, images=self.images)
+        known = [] if any(map(math.isnan, logps)) else logps
+        routes = self._routes(start + len(ids))
+        return Completion(ids, known, versions, finished, sampled, images=self.images, routes=routes)
+
+    def _routes(self, length: int) -> NDArray[np.int16] | None:
+        """Return the experts of so many tokens, those after the last turn being unknown."""
+        if self.routes is None:
+            return None
+        missing = max(0, length - len(self.routes))
+        return np.pad(self.routes[:length], ((0, missing), (0, 0), (0, 0)), constant_values=-1)
 
 
 class TokenStream:
@@ -70,6 +90,8 @@ class TokenStream:
     def append_sampled(self, turn: Completion) -> None:
         logps = turn.logps or [math.nan] * len(turn.ids)
         self.segments[-1].append(turn.ids, logps, turn.versions, sampled=True)
+        if turn.routes is not None:
+            self.segments[-1].take_routes(turn.routes)
 
     def append_observation(self, ids: Sequence[int], images: tuple[ImageRef, ...] = ()) -> None:
         """Append what the policy reads between two of its turns."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from upweight.errors import UserError
 from upweight.types import Completion, Generator, ImageRef, Sampling
@@ -178,5 +179,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
     """Cut a completion to the token limit of its episode."""
     if len(completion.ids) <= limit:
         return completion
-    shorter = {name: getattr(completion, name)[:limit] for name in ("ids", "logps", "versions")}
+    shorter: dict[str, Any] = {name: getattr(completion, name)[:limit] for name in ("ids", "logps", "versions")}
+    if completion.routes is not None:  # the prompt's come first
+        shorter["routes"] = completion.routes[: limit - len(completion.ids)]
     return dataclasses.replace(completion, **shorter, finished=False)

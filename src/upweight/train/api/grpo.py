@@ -113,7 +113,8 @@ class GRPOTrainer(MethodTrainer):
         rollouts.current, rollouts.units = None, []
         producer.scorer = producer.scorer.renewed()
         if isinstance(sampler, InProcess):  # device and dtype of the weights change when a training starts or ends
-            options = {"engine": self.runner.engine, "compile": sampler.compile}
+            engine = self.runner.engine
+            options = {"engine": engine, "compile": sampler.compile, "records": engine.replay is not None}
             device = self.accelerator.device if self.sharding != "none" else None
             rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)
             producer.check_sampling, producer.compiles = rollouts.generator.check_sampling, rollouts.generator

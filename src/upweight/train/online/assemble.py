@@ -12,11 +12,13 @@ from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
 from upweight.data.stream.feed import RowFeed
+from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
+from upweight.models.modules import unwrap_peft
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
@@ -117,6 +119,7 @@ def build_rollouts(
     (rows, order), backend = _prompts(config, prompts, plan), backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
+    _set_up_replay(section, policy, function)
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
@@ -153,6 +156,16 @@ def build_rollouts(
         feature_matching=feature_matching,
         evaluates_loss=method.evaluates_loss or (objects.from_script and _has_plain_advantages(method)),
     )
+
+
+def _set_up_replay(section: RolloutSection, policy: Policy, function: Callable[..., Any] | None) -> None:
+    """Let the sampler record its experts, and the policy's forwards use or only measure them."""
+    if section.routing_replay is False:
+        return
+    if function is not None:
+        raise UserError("trl.routing_replay: a rollout function records no experts. Leave it out.")
+    install_routing(unwrap_peft(policy.model))
+    policy.engine.replay = section.routing_replay is True
 
 
 def _rollout_func(config: Config, objects: Objects) -> Callable[..., Any] | None:

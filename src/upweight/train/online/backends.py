@@ -62,6 +62,7 @@ def in_process(inputs: BackendInputs) -> InProcess:
         device=PartialState().device if policy.sharded else None,  # sharded weights may still be on the CPU
         compile=inputs.config.rollout.compile_sampler,
         reserved=policy.reserved,
+        records=policy.engine.replay is not None,
     )
     numbers = [] if isinstance(rows, FedPrompts) else range(len(rows))
     longest = max(

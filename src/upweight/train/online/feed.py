@@ -35,6 +35,7 @@ from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Sample, Unit
 
 STATE = "rollouts.json"
+SMALLEST_RELEASED = 1 << 10  # bytes of a sampler that is worth the release after a step ran out of memory
 SAVED_LOGPS = ("old_logps", "ref_logps", "token_advantages")  # of the rollout under way, in a checkpoint
 
 
@@ -136,14 +137,18 @@ class RolloutFeed:
         version = trainer_state.global_step if self.generator is None else self.generator.version()
         with self.schedule.gathered_weights():
             rollout = self.producer.produce(version, trainer_state)
-        self._release_sampler()
+        if self.section.release_sampler:
+            self.release_sampler()
         return rollout
 
-    def _release_sampler(self) -> None:
-        """Free what sampling in this process holds, where the settings say so; the next rollout takes it again."""
-        if self.section.release_sampler and isinstance(self.generator, InProcess):
-            self.generator.close()
-            torch.cuda.empty_cache()
+    def release_sampler(self) -> bool:
+        """Free what sampling in this process holds, until the next rollout; return whether it held anything."""
+        if not isinstance(self.generator, InProcess):
+            return False
+        held = self.generator.held_bytes() >= SMALLEST_RELEASED
+        self.generator.close()
+        torch.cuda.empty_cache()
+        return held
 
     def _broadcast(self, rollout: Rollout | None) -> Rollout:
         """Return the rollout of the rank that produces, on every rank."""
@@ -165,7 +170,8 @@ class RolloutFeed:
             with self.schedule.gathered_weights():
                 groups = self.producer.evaluate(rows, self.eval_size, trainer_state)
                 produced = Rollout(self.producer.num_rollouts, step, groups)
-            self._release_sampler()
+            if self.section.release_sampler:
+                self.release_sampler()
         rollout = self._broadcast(produced)
         if self.feature_matching is not None:
             metrics = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)
@@ -261,7 +267,7 @@ class RolloutFeed:
         if runner is None or method.strided or not (plan.steps_per_rollout > 1 or keeps_old):
             return
         with dropout_off(model):
-            policy_logps = runner.logps(model, self.units)
+            policy_logps = runner.logps(model, self.units, replays=True)
         for index, (unit, logps) in enumerate(zip(self.units, policy_logps, strict=True)):
             # Old log-probs of a replayed sample are those of the sampler that wrote it.
             sampler_logps = [one.sampler_logps for one in unit.samples if one.sampler_logps is not None]
@@ -274,7 +280,7 @@ class RolloutFeed:
         """Recompute the advantages with the policy's log-ratio to the reference, whose log-probs the units keep."""
         assert runner.reference is not None
         with dropout_off(model):
-            policy_logps = runner.logps(model, units)
+            policy_logps = runner.logps(model, units, replays=True)
             with runner.reference.use(model) as reference:
                 ref_logps = runner.logps(reference, units)
         log_ratios = [
@@ -294,7 +300,7 @@ class RolloutFeed:
         sampler = [[sample.sampler_logps for sample in unit.samples] for unit in sampled]
         with dropout_off(model):
             if any(logps is None for unit in sampler for logps in unit):  # a sampler that does not report them
-                computed = runner.logps(model, self.units)
+                computed = runner.logps(model, self.units, replays=True)
                 sampler = [
                     [now if then is None else then for then, now in zip(*logps, strict=True)]
                     for logps in zip(sampler, computed, strict=True)
