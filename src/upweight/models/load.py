@@ -247,7 +247,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=section.mean_resizing)
     embedding = model.get_input_embeddings()
     rows = f"{embedding.num_embeddings} rows instead of {before}"
-    added = [repr(token) for token in tokenizer.convert_ids_to_tokens(range(before, len(tokenizer)))]
+    added = [repr(token) for token in tokenizer.convert_ids_to_tokens(list(range(before, len(tokenizer))))]
     named = ", ".join(added[:MOST_NAMED]) + (", ..." if len(added) > MOST_NAMED else "")
     logger.info("embeddings: %s, for the %d tokens that the model does not know: %s", rows, len(added), named)
 
