@@ -109,7 +109,7 @@ def test_loader_processes_do_not_change_what_is_trained(tmp_path):
 
 
 def test_running_out_of_memory_names_the_next_things_to_try():
-    assert "set 'token_budget: 2048'; 'gradient_checkpointing: true'" in out_of_memory("while training", 4096)
+    assert "set 'token_budget: 2048'; 'memory: lean'" in out_of_memory("while training", 4096)
 
 
 def test_a_metric_that_evaluations_lack_is_named(tmp_path):

@@ -55,12 +55,27 @@ def activation_budget(base: nn.Module, optimizer: str, keep: float | None = None
     return ActivationBudget(layers, reserved, keep, TokenBytes.of(text).layer * width / HALF_BYTES)
 
 
-def recompute_every_layer(base: nn.Module) -> None:
-    """Recompute every layer from now on, after memory ran out."""
+def recompute_every_layer(base: nn.Module) -> bool:
+    """Recompute every layer from now on, after memory ran out; return whether some had kept their activations."""
     budget: ActivationBudget | None = base.__dict__.get("_activation_budget")
-    if budget is not None:
-        budget.apply(0)
-        base.__dict__["_activation_budget"] = None
+    if budget is None:
+        return False
+    kept = not all(layer.gradient_checkpointing for layer in budget.layers)
+    budget.apply(0)
+    base.__dict__["_activation_budget"] = None
+    return kept
+
+
+def save_less(model: nn.Module) -> str | None:
+    """Recompute activations from now on, or move what is saved to host memory; return the key that asks for it."""
+    base = unwrap_peft(model)
+    if base.supports_gradient_checkpointing and not base.is_gradient_checkpointing:
+        enable_checkpointing(model, every_layer=True)
+        return "gradient_checkpointing: true"
+    if not base.__dict__.get("_offloads_activations"):
+        offload_activations(model)
+        return "activation_offloading: true"
+    return None
 
 
 class ActivationBudget:
@@ -133,7 +148,9 @@ def layers_that_fit(budget: float, layer_bytes: float, layers: int) -> int:
 
 def offload_activations(model: nn.Module) -> None:
     """Save what layers keep for backward in host memory from now on; with checkpointing, only their inputs."""
-    body = backbone_of(unwrap_peft(model))
+    base = unwrap_peft(model)
+    base.__dict__["_offloads_activations"] = True
+    body = backbone_of(base)
     stock = body.forward
 
     @functools.wraps(stock)
@@ -156,15 +173,20 @@ class OffloadActivations(saved_tensors_hooks):
                 self._weights |= {weight.untyped_storage().data_ptr() for weight in (parameter, copy)}
         super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-        if tensor.numel() < self._smallest or tensor.untyped_storage().data_ptr() in self._weights:
-            return None, tensor
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return tensor.device, on_host.copy_(tensor, non_blocking=True)
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, torch.device, tuple[int, ...]] | Tensor:
+        expanded = 0 in tensor.stride()  # whose elements share memory: little of it
+        if tensor.numel() < self._smallest or expanded or tensor.untyped_storage().data_ptr() in self._weights:
+            return tensor
+        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return on_host.copy_(tensor, non_blocking=True), tensor.device, tensor.stride()
 
-    def _unpack(self, packed: tuple[torch.device | None, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor if device is None else tensor.to(device, non_blocking=True)
+    def _unpack(self, packed: tuple[Tensor, torch.device, tuple[int, ...]] | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        on_host, device, strides = packed
+        # Compiled backwards are written for the strides of what was saved.
+        restored = torch.empty_strided(on_host.shape, strides, dtype=on_host.dtype, device=device)
+        return restored.copy_(on_host, non_blocking=True)
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:

@@ -1,6 +1,7 @@
 """Memory of training: what a device has, what each part may take of it, and what a model's shape needs."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their grad
 # values of sampling in this process, at each rollout; activations that need not be recomputed, at the first step.
 FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
 LAYERS_IN_FLIGHT = 2  # inputs of layers that are on the device while the others are in host memory
-MIN_TOKEN_BUDGET = 256  # below which a step that ran out of memory is not tried again
+MIN_TOKEN_BUDGET = 256  # below which a row is not cut when a step ran out of memory
 LESS_MEMORY = (  # remedies, the cheapest first
     "'memory: lean', or of its keys 'gradient_checkpointing: true' alone; a shorter 'sequence_len' or "
     "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
@@ -241,7 +242,14 @@ def total_memory(device: torch.device) -> int:
     return torch.mps.recommended_max_memory() if device.type == "mps" else psutil.virtual_memory().total
 
 
-def out_of_memory(where: str, budget: int) -> str:
-    """Return the error message with the remedies, cheapest first."""
-    halved = f"set 'token_budget: {max(budget // 2, MIN_TOKEN_BUDGET)}'"
-    return f"out of GPU memory {where} with token_budget {budget}. In this order: {halved}; {LESS_MEMORY}."
+def smaller_rows(budget: int, largest: int, unit: int) -> int | None:
+    """Return a token budget that cuts the largest row of a step; None where it is one unit, or small already."""
+    tokens = min(budget, largest)
+    return max(tokens // 2, MIN_TOKEN_BUDGET) if tokens > max(unit, MIN_TOKEN_BUDGET) else None
+
+
+def out_of_memory(where: str, budget: int, given_up: Sequence[str] = ()) -> str:
+    """Return the error message with the remedies, cheapest first; `given_up`: what was tried already."""
+    halved = f"set 'token_budget: {max(budget // 2, MIN_TOKEN_BUDGET)}'; " if not given_up else ""
+    tried = f" (after {', '.join(given_up)})" if given_up else ""
+    return f"out of GPU memory {where} with token_budget {budget}{tried}. In this order: {halved}{LESS_MEMORY}."

@@ -205,6 +205,10 @@ class InProcess:
         """Return the policy version that the next request is sampled from."""
         return self._version
 
+    def held_bytes(self) -> int:
+        """Return the memory of caches that are kept between calls."""
+        return self._sampler.bytes()
+
     def close(self) -> None:
         """Free caches and graphs; the next call creates them again."""
         self._sampler.release()

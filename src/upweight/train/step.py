@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
+from upweight.engine.activations import recompute_every_layer, save_less
 from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
 from upweight.errors import UserError
 from upweight.methods.base import Method, required
+from upweight.models.memory import smaller_rows
+from upweight.models.modules import unwrap_peft
 from upweight.models.reference import Reference
 from upweight.train.by_source import losses_by_source
 from upweight.train.distill.teachers import Teachers
@@ -107,6 +110,28 @@ class StepRunner:
         self._add_metrics(metered, len(forwarded), len(units))
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.unit_numbers and self._reports)
         return total
+
+    def give_up(
+        self, model: nn.Module, units: Sequence[Unit], release_sampler: Callable[[], bool] | None
+    ) -> str | None:
+        """Have the next try of a step that ran out of memory need less; return what is given up, None where nothing is.
+
+        All of it costs time only: no rung changes what is computed.
+        """
+        unwrapped = self.accelerator.unwrap_model(model)
+        parts = [
+            "the sampler's memory" if release_sampler is not None and release_sampler() else "",
+            "kept activations" if recompute_every_layer(unwrap_peft(unwrapped)) else "",
+        ]
+        if any(parts):
+            return " and ".join(filter(None, parts))
+        largest_unit = max(sum(len(sample.ids) for sample in unit.samples) for unit in units)
+        smaller = smaller_rows(self.token_budget, self.packer.largest, largest_unit)
+        if smaller is not None:
+            self.token_budget = smaller
+            return f"larger rows (token_budget is now {smaller})"
+        key = None if self.engine.images is not None else save_less(unwrapped)
+        return None if key is None else f"speed ('{key}' from now on)"
 
     def _add_metrics(self, metered: Sequence[Metrics], forwarded: int, units: int) -> None:
         """Add the metrics of a step's rows, those of its routers, and how many of its units were forwarded."""

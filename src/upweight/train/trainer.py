@@ -17,15 +17,13 @@ from transformers.trainer_utils import speed_metrics
 
 from upweight.data.cache import rows_digest
 from upweight.data.stream.feed import RowFeed
-from upweight.engine.activations import recompute_every_layer
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
 from upweight.models.export import save_model
 from upweight.models.hub import hub_errors
-from upweight.models.memory import MIN_TOKEN_BUDGET, out_of_memory
-from upweight.models.modules import unwrap_peft
+from upweight.models.memory import out_of_memory
 from upweight.models.precision import Sharding
 from upweight.models.processor import save_processor
 from upweight.models.reference import SeparateModel
@@ -225,7 +223,7 @@ class MethodTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Compute this rank's gradients of a step; when out of memory, retry with half the token budget."""
+        """Compute this rank's gradients of a step; when out of memory, give something up and try again."""
         model.train()
         self._optimizer_mode("train")
         every = self.args.torch_empty_cache_steps
@@ -233,21 +231,24 @@ class MethodTrainer(Trainer):
             torch.cuda.empty_cache()
         tokens = sum(len(sample.ids) for unit in inputs["units"] for sample in unit.samples)
         self.state.num_input_tokens_seen += tokens
-        retried = False
+        given_up: list[str] = []
+        release = None if self.rollouts is None else self.rollouts.release_sampler
         while True:
             try:
                 with activity("training on a step"):
                     return self.runner.train(model, inputs["units"], inputs.get("counts"), inputs.get("sources"))
             except torch.cuda.OutOfMemoryError as error:
-                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= MIN_TOKEN_BUDGET:
-                    raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
-            # Nothing of the failed try is kept, so the second one is exact.
-            retried = True
+                # Several ranks would have to fail together.
+                alone = self.accelerator.num_processes == 1
+                what = self.runner.give_up(model, inputs["units"], release) if alone else None
+                if what is None:
+                    message = out_of_memory("in a training step", self.runner.token_budget, given_up)
+                    raise UserError(message) from error
+            # Nothing of the failed try is kept, so the next one is exact.
+            given_up.append(what)
             model.zero_grad()
             torch.cuda.empty_cache()
-            recompute_every_layer(unwrap_peft(self.accelerator.unwrap_model(model)))
-            self.runner.token_budget //= 2
-            logger.warning("out of GPU memory: token_budget is now %d; trying the step again", self.runner.token_budget)
+            logger.warning("out of GPU memory at step %d: giving up %s", self.state.global_step + 1, what)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

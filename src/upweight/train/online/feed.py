@@ -35,6 +35,7 @@ from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Sample, Unit
 
 STATE = "rollouts.json"
+SMALLEST_RELEASED = 1 << 10  # bytes of a sampler that is worth the release after a step ran out of memory
 SAVED_LOGPS = ("old_logps", "ref_logps", "token_advantages")  # of the rollout under way, in a checkpoint
 
 
@@ -136,14 +137,18 @@ class RolloutFeed:
         version = trainer_state.global_step if self.generator is None else self.generator.version()
         with self.schedule.gathered_weights():
             rollout = self.producer.produce(version, trainer_state)
-        self._release_sampler()
+        if self.section.release_sampler:
+            self.release_sampler()
         return rollout
 
-    def _release_sampler(self) -> None:
-        """Free what sampling in this process holds, where the settings say so; the next rollout takes it again."""
-        if self.section.release_sampler and isinstance(self.generator, InProcess):
-            self.generator.close()
-            torch.cuda.empty_cache()
+    def release_sampler(self) -> bool:
+        """Free what sampling in this process holds, until the next rollout; return whether it held anything."""
+        if not isinstance(self.generator, InProcess):
+            return False
+        held = self.generator.held_bytes() >= SMALLEST_RELEASED
+        self.generator.close()
+        torch.cuda.empty_cache()
+        return held
 
     def _broadcast(self, rollout: Rollout | None) -> Rollout:
         """Return the rollout of the rank that produces, on every rank."""
@@ -165,7 +170,8 @@ class RolloutFeed:
             with self.schedule.gathered_weights():
                 groups = self.producer.evaluate(rows, self.eval_size, trainer_state)
                 produced = Rollout(self.producer.num_rollouts, step, groups)
-            self._release_sampler()
+            if self.section.release_sampler:
+                self.release_sampler()
         rollout = self._broadcast(produced)
         if self.feature_matching is not None:
             metrics = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)
