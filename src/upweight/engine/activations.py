@@ -173,15 +173,20 @@ class OffloadActivations(saved_tensors_hooks):
                 self._weights |= {weight.untyped_storage().data_ptr() for weight in (parameter, copy)}
         super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-        if tensor.numel() < self._smallest or tensor.untyped_storage().data_ptr() in self._weights:
-            return None, tensor
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return tensor.device, on_host.copy_(tensor, non_blocking=True)
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, torch.device, tuple[int, ...]] | Tensor:
+        expanded = 0 in tensor.stride()  # whose elements share memory: little of it
+        if tensor.numel() < self._smallest or expanded or tensor.untyped_storage().data_ptr() in self._weights:
+            return tensor
+        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return on_host.copy_(tensor, non_blocking=True), tensor.device, tensor.stride()
 
-    def _unpack(self, packed: tuple[torch.device | None, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor if device is None else tensor.to(device, non_blocking=True)
+    def _unpack(self, packed: tuple[Tensor, torch.device, tuple[int, ...]] | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        on_host, device, strides = packed
+        # Compiled backwards are written for the strides of what was saved.
+        restored = torch.empty_strided(on_host.shape, strides, dtype=on_host.dtype, device=device)
+        return restored.copy_(on_host, non_blocking=True)
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:

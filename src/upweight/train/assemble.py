@@ -43,7 +43,7 @@ from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
-from upweight.train.policy import Policy, image_problems, load_policy, make_policy
+from upweight.train.policy import Policy, image_problems, load_policy, make_policy, trains_vision
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
 from upweight.train.reference import LoadModel, SyncReference
@@ -93,6 +93,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
+    if reads and trains_vision(model):  # a rank whose rows have no image has no gradients there
+        arguments.ddp_find_unused_parameters = True
     if isinstance(data.train, RowFeed):
         set_for_feed(arguments)
     user_code, online = NONE if objects.from_script else load_user_code(config), config.method.online_settings

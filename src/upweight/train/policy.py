@@ -270,8 +270,12 @@ def image_problems(config: Config, model: Model, ranks: int, sharding: Sharding)
         yield "trl.use_vllm: images are not sent to vLLM yet; leave it out to sample in this process."
     if config.method.online and config.rollout.rollout_backend:
         yield "trl.rollout_backend: a backend of yours gets no images; leave it out, or write a trl.rollout_func."
+    if ranks > 1 and config.optim.checkpointing_args.get("use_reentrant") and trains_vision(model):
+        problem = "a rank whose rows have no image leaves the vision tower without gradients, which it hides"
+        yield f"gradient_checkpointing_kwargs: use_reentrant: {problem}; set it to false, or 'freeze_vision: true'."
+
+
+def trains_vision(model: Model) -> bool:
+    """Return whether weights that only images go through are trained."""
     base = unwrap_peft(model)
-    weights = [weight for name in vision_module_names(base) for weight in base.get_submodule(name).parameters()]
-    if ranks > 1 and any(weight.requires_grad for weight in weights):
-        problem = "a rank whose rows have no image would leave the vision tower without gradients"
-        yield f"freeze_vision: {problem}; with several ranks set it to true."
+    return any(p.requires_grad for name in vision_module_names(base) for p in base.get_submodule(name).parameters())

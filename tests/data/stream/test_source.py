@@ -110,6 +110,18 @@ def test_the_first_rows_can_be_held_out_and_a_stream_cut_short(tmp_path, feeds):
     assert len(plain) == 400
 
 
+def test_rows_that_a_chat_template_makes_several_are_warned_of(tmp_path, feeds, caplog, monkeypatch):
+    monkeypatch.setattr("upweight.log._warned", set())
+    turns = [{"role": role, "content": f"{role} {turn}"} for turn in (1, 2) for role in ("user", "assistant")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    forgets = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else 'gone' }}{% endfor %}"
+    entry = {"path": "rows.jsonl", "streaming": True, "type": "chat_template", "max_samples": 1}
+    feed = feeds(config_of(tmp_path, entry, chat_template="jinja", chat_template_jinja=forgets))
+    assert len(feed) == 1
+    assert sorted(texts(feed.take(2))) == ["user 1assistant 1", "user 1goneuser 2assistant 2"]
+    assert "rows.jsonl): some rows become several sequences" in caplog.text
+
+
 def test_streams_and_prepared_rows_are_mixed(tmp_path, feeds):
     write_rows(tmp_path / "a.jsonl", 300)
     write_rows(tmp_path / "b.jsonl", 200, 1000)

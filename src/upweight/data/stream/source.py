@@ -179,6 +179,9 @@ class StreamSource:
             rows, size = rows + chunk.rows, size + chunk.batch.nbytes
             batches.append(chunk.batch)
             self.dropped += chunk.dropped
+            if len(chunk.batch) > chunk.rows and self.count() is not None:  # a chat template changes earlier turns
+                problem = "some rows become several sequences, and an epoch has as many sequences as there are rows"
+                warn_once(f"{self.where}: {problem}; set 'max_steps' for all of them")
             for reason in chunk.dropped:
                 warn_once(f"{self.where}: some rows of the stream are dropped: {reason}")
             for note in chunk.notes:
