@@ -93,8 +93,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
-    if reads and trains_vision(model):  # a rank whose rows have no image has no gradients there
-        arguments.ddp_find_unused_parameters = True
+    arguments.ddp_find_unused_parameters = reads and trains_vision(model)  # a rank's rows may have no image
     if isinstance(data.train, RowFeed):
         set_for_feed(arguments)
     user_code, online = NONE if objects.from_script else load_user_code(config), config.method.online_settings
