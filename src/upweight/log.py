@@ -60,6 +60,13 @@ def clear_status() -> None:
         sys.stderr.flush()
 
 
+def inform_once(message: str) -> None:
+    """Log a line the first time that it occurs in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.info("%s", message)
+
+
 def warn_once(message: str) -> None:
     """Log a warning the first time that it occurs in this process."""
     if message not in _warned:

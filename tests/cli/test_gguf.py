@@ -68,7 +68,7 @@ def test_the_converter_has_to_be_there(tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="set LLAMA_CPP to its folder"):
-        run("anything", "f16")
+        run("some/thing", "f16")
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     with pytest.raises(UserError, match=r"a checkout of llama\.cpp"):
-        run("anything", "f16")
+        run("some/thing", "f16")

@@ -163,7 +163,9 @@ def test_a_missing_program_of_the_printed_lines_is_named(trained, tools, tmp_pat
 def test_missing_tools_are_named_with_the_command_that_gets_them(trained, tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"tested with that of llama-cpp-python 0\.3(?s:.*)git clone .*llama\.cpp"):
+    with pytest.raises(
+        UserError, match=r"tested with that of llama-cpp-python 0\.3(?s:.*)git clone .*llama\.cpp(?s:.*)--to folder"
+    ):
         run_export(trained, Export("ollama"))
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     with pytest.raises(UserError, match=r"a checkout of llama\.cpp(?s:.*)git clone .*llama\.cpp"):
@@ -190,6 +192,19 @@ def test_a_tool_that_fails_is_quoted(trained, tools):
     with pytest.raises(UserError, match=r"did not convert it \(exit 1\):\nunknown architecture"):
         run_export(trained, Export("gguf"))
     assert not list((trained.adapter / "gguf").iterdir())
+
+
+def test_a_tool_that_asks_a_network_that_is_not_there_is_said_without_its_trace(trained, tools):
+    failing = "print('INFO: loading')\nraise OSError('[Errno -2] Name or service not known')"
+    (Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py").write_text(failing)
+    with pytest.raises(UserError) as caught:
+        run_export(trained, Export("ollama", kind="f16"))
+    assert str(caught.value) == (
+        "llama.cpp's convert_hf_to_gguf.py did not convert it (exit 1):\n"
+        "OSError: [Errno -2] Name or service not known\n"
+        "It asked the network, which cannot be reached: export where there is one; `--to folder` writes the model for "
+        "transformers and vLLM without it."
+    )
 
 
 def test_options_of_other_targets_are_refused(trained):

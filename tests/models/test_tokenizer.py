@@ -7,7 +7,13 @@ from transformers import PreTrainedTokenizerFast
 
 from upweight.config.sections.model import ModelSection, SpecialTokens
 from upweight.errors import UserError
+from upweight.log import _warned
 from upweight.models.tokenizer import choose_padding, load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet():
+    _warned.clear()
 
 
 def words(*extra: str, **special: str) -> PreTrainedTokenizerFast:
@@ -108,3 +114,10 @@ def test_mistrals_file_is_read_with_its_tokens(version, tmp_path):
 def test_mistrals_tokens_are_asked_of_a_tokenizer_that_has_them(folder):
     with pytest.raises(UserError, match=r"tokenizer_use_mistral_common: the tokenizer has no \[INST\]"):
         load_tokenizer(ModelSection(base_model=folder, mistral_tokens=True))
+
+
+def test_the_choice_of_a_padding_token_is_said_once(folder, caplog):
+    caplog.set_level("INFO")
+    for _ in range(3):  # as a run loads it for data, for rewards and for the model
+        load_tokenizer(ModelSection(base_model=folder))
+    assert caplog.text.count("padding token") == 1

@@ -14,6 +14,8 @@ from upweight.heartbeat import activity
 CONVERTER, QUANTISER = "convert_hf_to_gguf.py", "llama-quantize"
 PLACE, PYTHON = "LLAMA_CPP", "LLAMA_CPP_PYTHON"  # a checkout or its build; an interpreter with the packages it needs
 TESTED = "llama-cpp-python 0.3.36"  # carries the sources of llama.cpp, its converter too
+NO_NETWORK = ("Name or service not known", "Temporary failure in name resolution", "Network is unreachable",
+              "Max retries exceeded", "LocalEntryNotFoundError", "OfflineModeIsEnabled")  # fmt: skip
 CONVERTED = ("f32", "f16", "bf16", "q8_0", "auto")
 # What llama.cpp calls them in `enum llama_ftype`, which is how the package asks for one.
 QUANTISED = {
@@ -71,9 +73,21 @@ def _run(command: list[str], output: Path, what: str) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if done.returncode or not output.is_file():
         tool = QUANTISER if what == "quantise" else CONVERTER
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-        remedy = f"Tested with {TESTED}; another version may know the model."
-        raise UserError(f"llama.cpp's {tool} did not {what} it (exit {done.returncode}):\n{last}\n{remedy}")
+        said = (done.stdout + done.stderr).strip()
+        remedy = f"Tested with {TESTED}; another version may know the model"
+        if any(sign in said for sign in NO_NETWORK):
+            remedy = "It asked the network, which cannot be reached: export where there is one"
+        folder = "`--to folder` writes the model for transformers and vLLM without it"
+        problem = f"llama.cpp's {tool} did not {what} it (exit {done.returncode}):\n{_last_words(said)}"
+        raise UserError(f"{problem}\n{remedy}; {folder}.")
+
+
+def _last_words(said: str) -> str:
+    """Return the end of what a tool printed; of a Python traceback only the error."""
+    lines = said.splitlines()
+    if not any(line.startswith("Traceback (most recent call last)") for line in lines):
+        return "\n".join(lines[-8:])
+    return next((line for line in reversed(lines) if line[:1].strip()), "")
 
 
 def _converter() -> tuple[str, ...]:
@@ -89,10 +103,10 @@ def _converter() -> tuple[str, ...]:
         return _python(), str(script)
     if command := shutil.which(CONVERTER):
         return (command,)
+    offline = "\nWithout a network: `--to folder` needs neither, for transformers and vLLM."
     no_package = f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path, and no package has it"
-    raise UserError(
-        f"{no_package}. Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}"
-    )
+    remedy = f"Get it (tested with that of {TESTED}), and set {PLACE} to its folder:\n  {GET_CONVERTER}{offline}"
+    raise UserError(f"{no_package}. {remedy}")
 
 
 def _require_packages(script: Path) -> None:

@@ -31,6 +31,7 @@ from upweight.models.vision import require_family, vision_family
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
+MOST_NAMED = 5  # tokens in a message
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
@@ -245,7 +246,10 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     multiple = 32 if section.resize_to_32 else None
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=section.mean_resizing)
     embedding = model.get_input_embeddings()
-    logger.info("embeddings: %d rows instead of %d, for %d tokens", embedding.num_embeddings, before, len(tokenizer))
+    rows = f"{embedding.num_embeddings} rows instead of {before}"
+    added = [repr(token) for token in tokenizer.convert_ids_to_tokens(range(before, len(tokenizer)))]
+    named = ", ".join(added[:MOST_NAMED]) + (", ..." if len(added) > MOST_NAMED else "")
+    logger.info("embeddings: %s, for the %d tokens that the model does not know: %s", rows, len(added), named)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from transformers.utils.hub import cached_file
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import inform_once
 from upweight.models.load import load_failures, resolve_source
 from upweight.models.processor import with_processor
 
@@ -105,8 +105,9 @@ def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
             "set them, for example `special_tokens: {eos_token: '</s>', pad_token: '<pad>'}`"
         )
     tokenizer.pad_token = reserved or tokenizer.eos_token
-    why = "the end token %r, for want of another" if reserved is None else "%r, which the vocabulary has"
-    logger.info(f"padding token: {why}; `special_tokens: {{pad_token: ...}}` changes it", tokenizer.pad_token)
+    token = repr(str(tokenizer.pad_token))
+    why = f"the end token {token}, for want of another" if reserved is None else f"{token}, which the vocabulary has"
+    inform_once(f"padding token: {why}; `special_tokens: {{pad_token: ...}}` changes it")
 
 
 def eos_token_ids(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -12,6 +12,7 @@ from upweight.data.encode import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, chat_template, template_source
 from upweight.errors import UserError
+from upweight.log import _warned
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}
@@ -224,3 +225,18 @@ def test_what_a_template_refuses_is_a_row_error():
         template("{{ raise_exception('never') }}").render(Conversation([USER]))
     with pytest.raises(RowError):
         template("{{ messages[5].content + 1 }}").render(Conversation([USER]))
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+WITH_SYSTEM = "<|im_start|>system\nYou help.<|im_end|>\n" + CHATML  # as models that name themselves
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named", "warned"),
+    [(CHATML, "chatml", False), (WITH_SYSTEM, "chatml", False), (CHATML, "llama3", True), (None, "llama3", False),
+     (CHATML, None, False), (CHATML, "tokenizer_default_fallback_llama3", False)],
+)  # fmt: skip
+def test_a_template_that_is_not_the_models_is_warned_of(theirs, named, warned, caplog):
+    _warned.clear()
+    chat_template(DataSection(chat_template=named), DatasetSpec(), byte_tokenizer(template=theirs), Path())
+    assert ("writes turns otherwise than the model's own template" in caplog.text) == warned

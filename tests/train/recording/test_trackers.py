@@ -10,7 +10,17 @@ from upweight.train.recording.trackers import name_tracker_errors
 from upweight.train.run import train
 
 
-def test_a_tracker_that_does_not_start_is_named(model_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("tracker", "keys", "named"),
+    [
+        ("Comet", (), "use_comet"),
+        ("Wandb", ("wandb_name", "wandb_project"), "wandb_project"),
+        ("Wandb", ("wandb_project", "use_wandb"), "use_wandb"),
+    ],
+)
+def test_a_tracker_that_does_not_start_is_named_with_the_key_that_chose_it(  # noqa: PLR0917
+    tracker, keys, named, model_folder, tmp_path, monkeypatch
+):
     class CometCallback(TrainerCallback):
         """As that of transformers: it starts with the run."""
 
@@ -20,15 +30,16 @@ def test_a_tracker_that_does_not_start_is_named(model_folder, tmp_path, monkeypa
         def on_train_begin(self, args, state, control, model=None, **kwargs):
             self.setup(args, state, model)
 
+    CometCallback.__name__ = f"{tracker}Callback"
     CometCallback.__module__ = "transformers.integrations.integration_utils"
 
-    def with_tracker(trainer):
+    def with_tracker(trainer, set_keys=()):
         trainer.add_callback(CometCallback())
-        name_tracker_errors(trainer)
+        name_tracker_errors(trainer, (*set_keys, *keys))
 
     monkeypatch.setattr("upweight.train.recording.run_folder.name_tracker_errors", with_tracker)
     config = load_config(write_config(tmp_path, model_folder, max_steps=2))
     with pytest.raises(
-        UserError, match=r"^use_comet: the tracker did not start: Comet\.ml requires an API key\. Log in"
+        UserError, match=rf"^{named}: the tracker did not start: Comet\.ml requires an API key\. Log in"
     ):
         train(config)

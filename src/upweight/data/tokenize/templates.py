@@ -149,6 +149,11 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(messages, **options, **ends, **variables)
         return with_marks(text, reader.placeholder, numbers)
 
+    def writes_otherwise(self, text: str) -> bool:
+        """Return whether a question with its answer is not written as in another template's text of the same."""
+        mine = self._probe("user", "assistant", ask=False)
+        return bool(mine) and "".join(mine.split()) not in "".join(text.split())  # which may begin with a system text
+
     @cached_property
     def _plain(self) -> PlainRender:
         return PlainRender(self.tokenizer, self.variables)
@@ -205,7 +210,16 @@ def chat_template(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder:
     """Return the template for the rows of one entry: the entry's, else the config's, else the tokenizer's."""
     section = entry if entry.chat_template or entry.chat_template_jinja else data
     source = template_source(section.chat_template, section.chat_template_jinja, tokenizer, folder)
-    return ChatTemplate(tokenizer, source, data.template_args, data.template_timeout)
+    template = ChatTemplate(tokenizer, source, data.template_args, data.template_timeout)
+    if source is not None and getattr(tokenizer, "chat_template", None):
+        trained = ChatTemplate(tokenizer, None, data.template_args, data.template_timeout)
+        if (theirs := trained._probe("user", "assistant", ask=False)) and template.writes_otherwise(theirs):
+            name = section.chat_template or "jinja"
+            warn_once(
+                f"chat_template: '{name}' writes turns otherwise than the model's own template, which the model has "
+                "learned; leave the key out to train and to ask with the model's own"
+            )
+    return template
 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:

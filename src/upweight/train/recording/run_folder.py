@@ -105,7 +105,7 @@ def recording(
     for callback in callbacks:
         trainer.add_callback(callback)
     if not objects.from_script:  # a script has its trackers' errors as they are
-        name_tracker_errors(trainer)
+        name_tracker_errors(trainer, config.set_keys)
     try:
         with recorded(folder, record, writes=trainer.is_world_process_zero()):
             try:

@@ -1,6 +1,6 @@
 """Errors of trackers, which transformers starts with the first step, as messages with the key and a remedy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from upweight.errors import UserError
@@ -8,12 +8,18 @@ from upweight.errors import UserError
 REMEDY = "Log in or set its key, choose its offline mode, or drop the key."
 
 
-def name_tracker_errors(trainer: Any) -> None:
-    """Make the trackers of a trainer raise a UserError where they do not start."""
+def name_tracker_errors(trainer: Any, set_keys: Iterable[str] = ()) -> None:
+    """Make the trackers of a trainer raise a UserError where they do not start, with the key that chose them."""
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__module__.startswith("transformers.integrations.") and hasattr(callback, "setup"):
-            key = f"use_{type(callback).__name__.removesuffix('Callback').lower()}"
-            callback.setup = _named(callback.setup, key)
+            name = type(callback).__name__.removesuffix("Callback").lower()
+            written = [key for key in set_keys if key == f"use_{name}" or key.startswith(f"{name}_")]
+            callback.setup = _named(callback.setup, min(written, key=_rank, default=f"use_{name}"))
+
+
+def _rank(key: str) -> tuple[bool, bool]:
+    """Sort a switch before a project, which turns a tracker on too, and both before other keys."""
+    return not key.startswith("use_"), not key.endswith("_project")
 
 
 def _named(setup: Callable[..., Any], key: str) -> Callable[..., Any]:
