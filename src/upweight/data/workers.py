@@ -40,6 +40,8 @@ OTHERS = "columns as JSON"  # column that holds all further columns of a row
 # Keys of an entry that name a column.
 NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field", "text_column")
 
+TEXT_KEYS = {"completion": "field", "pretrain": "text_column"}  # that name the column of a format of raw text
+
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
     "text": {"input_ids": IDS, "loss_mask": FLAGS},
@@ -270,6 +272,8 @@ def _rename_advice(job: EncodeJob, columns: Sequence[str]) -> str:
         return "`rename_column` of the dataset changes the names of columns"
     if job.encoder.setup.entry.type is None and (mapping := type_mapping(kind, columns)) is not None:
         return f"Add to {job.where}: `{mapping}`"
+    if (key := TEXT_KEYS.get(str(job.encoder.setup.entry.type))) is not None:
+        return f"`{key}: NAME` reads a column of another name"
     fields = ", ".join(f"field_{name}: NAME" for name in ROLES.get(kind, ()))
     options = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
     return f"{' or '.join([*options, '`type: file.function`, a transform'])} reads columns of other names"

@@ -38,11 +38,11 @@ class _TopK(TorchFunctionMode):
 
 @dataclass(eq=False)
 class _Forced:
-    """The choices of one forward: `routes_NLA` are the sampler's, and with `forces` they take the place of its own."""
+    """The choices of one forward: `routes_NLA` are the sampler's, which are used with `forces`."""
 
     routes_NLA: Tensor
     forces: bool
-    own_LN: dict[int, Tensor] = field(default_factory=dict)  # whether the router by itself chooses otherwise
+    differ_LN: dict[int, Tensor] = field(default_factory=dict)  # whether the router by itself chooses otherwise
     used_LN: dict[int, Tensor] = field(default_factory=dict)  # whether the experts that are used are others
     counts: bool = True  # not while layers are recomputed
 
@@ -51,18 +51,21 @@ class _Forced:
         free_N1 = recorded_NA[:, :1] < 0
         routed_NA = torch.where(free_N1, result.indices, recorded_NA)
         if self.counts:
-            own_N = (result.indices.sort(-1).values != routed_NA.sort(-1).values).any(-1)
-            self.own_LN[layer], self.used_LN[layer] = own_N, torch.zeros_like(own_N) if self.forces else own_N
+            differ_N = (result.indices.sort(-1).values != routed_NA.sort(-1).values).any(-1)
+            self.differ_LN[layer] = differ_N
+            self.used_LN[layer] = torch.zeros_like(differ_N) if self.forces else differ_N
         if not self.forces:
             return result
         return torch.return_types.topk((scores_NX.gather(-1, routed_NA), routed_NA))
 
     def changes(self) -> Tensor:
-        """Return sums over recorded tokens: own choices that differ, tokens with other experts, choices, tokens."""
+        """Return counts: the router's differing choices, tokens with other experts, all choices, all recorded tokens."""
         known_N = self.routes_NLA[:, 0, 0] >= 0
-        own_LN, used_LN = (torch.stack([one[layer] for layer in sorted(one)]) for one in (self.own_LN, self.used_LN))
+        differ_LN, used_LN = (
+            torch.stack([one[layer] for layer in sorted(one)]) for one in (self.differ_LN, self.used_LN)
+        )
         tokens = known_N.sum()
-        return torch.stack([own_LN.sum(), used_LN.any(0).sum(), tokens * len(own_LN), tokens]).float()
+        return torch.stack([differ_LN.sum(), used_LN.any(0).sum(), tokens * len(differ_LN), tokens]).float()
 
 
 class Routing:
@@ -182,10 +185,10 @@ def _is_router(module: Any) -> bool:
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     try:
-        _, plain_weights, own = module(states_ND)
+        _, plain_weights, experts_NA = module(states_ND)
         with _TopK(choose):
             _, weights, forced = module(states_ND)
     except (TypeError, ValueError, RuntimeError):
         return False
-    one = len(calls) == 1 and torch.equal(calls[0], own)
-    return one and torch.equal(forced.cpu(), other_NA) and weights.shape == plain_weights.shape == own.shape
+    one = len(calls) == 1 and torch.equal(calls[0], experts_NA)
+    return one and torch.equal(forced.cpu(), other_NA) and weights.shape == plain_weights.shape == experts_NA.shape

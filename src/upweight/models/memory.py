@@ -229,8 +229,6 @@ def free_memory(device: torch.device) -> int:
         held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         # A limit of this process alone (`set_per_process_memory_fraction`) is not in what the driver says is free.
         return min(torch.cuda.mem_get_info(device)[0] + held - used, total_memory(device) - used)
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     return psutil.virtual_memory().available
 
 
@@ -239,7 +237,7 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return int(torch.cuda.mem_get_info(index)[1] * torch.cuda.get_per_process_memory_fraction(index))
-    return torch.mps.recommended_max_memory() if device.type == "mps" else psutil.virtual_memory().total
+    return psutil.virtual_memory().total
 
 
 def smaller_rows(budget: int, largest: int, unit: int) -> int | None:

@@ -1,7 +1,7 @@
 """Build the parts of a trainer from a config, for runs from YAML and for scripts alike."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -97,14 +97,13 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     if isinstance(data.train, RowFeed):
         set_for_feed(arguments)
     user_code, online = NONE if objects.from_script else load_user_code(config), config.method.online_settings
-    eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
     loader = TeacherLoader(config, objects, tokenizer, dtype, device, sharding)
     policy = make_policy(
         model,
         config.method,
         dtype,
         device,
-        longest=_longest(config, data.train, eval_sets) + (online.max_completion_length if online else 0),
+        longest=_longest(config, data),
         tokenizer=tokenizer,
         optim=optim,
         section=config.model,
@@ -264,13 +263,16 @@ def _log_dropped_rows(data: Prepared, translate_error: Callable[[str], str] = st
             logger.warning("%s", translate_error(line))
 
 
-def _longest(config: Config, train: Dataset | RowFeed, eval_sets: Iterable[Dataset | None]) -> int:
-    """Return the tokens of the longest sequence, which for a stream is what the settings allow."""
-    if not isinstance(train, RowFeed):
-        return longest_of(train, *eval_sets)
-    data = config.data
-    bound = (data.max_prompt_length or 0) if config.method.data == "prompts" else data.sequence_len
-    return max(bound, longest_of(*eval_sets))
+def _longest(config: Config, data: Data) -> int:
+    """Return the tokens of the longest sequence with its completion; of a stream, what the settings allow."""
+    online = config.method.online_settings
+    sampled = online.max_completion_length if online else 0
+    eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
+    if not isinstance(data.train, RowFeed):
+        return longest_of(data.train, *eval_sets) + sampled
+    lengths = config.data
+    bound = (lengths.max_prompt_length or 0) if config.method.data == "prompts" else lengths.sequence_len
+    return max(bound, longest_of(*eval_sets)) + sampled
 
 
 def _steps_per_epoch(config: Config, train: Dataset | RowFeed, ranks: int) -> int:

@@ -147,6 +147,15 @@ def test_a_bad_row_of_a_stream_is_named(skip, tmp_path, feeds):
         feed.take(300)
 
 
+@pytest.mark.parametrize(("name", "key"), [("completion", "field"), ("pretrain", "text_column")])
+def test_a_column_of_another_name_has_its_key_named(name, key, tmp_path, feeds):
+    (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
+    entry = {"path": "rows.jsonl", "streaming": True, "type": name}
+    with pytest.raises(UserError, match=f"`{key}: NAME` reads a column of another name"):
+        feeds(config_of(tmp_path, entry)).take(1)
+    assert texts(feeds(config_of(tmp_path, {**entry, key: "body"})).take(1)) == ["a"]
+
+
 def test_a_stream_without_usable_rows_is_refused(tmp_path, feeds):
     Path(tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match=r"empty.jsonl\): has no rows"):
