@@ -59,7 +59,7 @@ class _Forced:
         return torch.return_types.topk((scores_NX.gather(-1, routed_NA), routed_NA))
 
     def changes(self) -> Tensor:
-        """Return counts: the router's differing choices, tokens with other experts, all choices, all recorded tokens."""
+        """Return counts: the router's differing choices, tokens with other experts, choices, recorded tokens."""
         known_N = self.routes_NLA[:, 0, 0] >= 0
         differ_LN, used_LN = (
             torch.stack([one[layer] for layer in sorted(one)]) for one in (self.differ_LN, self.used_LN)
