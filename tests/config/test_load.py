@@ -291,7 +291,7 @@ def test_answers_as_axolotl_names_them():
 
 @pytest.mark.parametrize("given", ["c4", {"path": "c4"}, [{"path": "c4", "type": "pretrain"}]])
 def test_pretraining_data_are_datasets(given):
-    (entry,) = parse({"base_model": "m", "pretraining_dataset": given}).data.datasets
+    (entry,) = parse({"base_model": "m", "pretraining_dataset": given, "max_steps": 5}).data.datasets
     assert (entry.path, entry.type) == ("c4", "pretrain")
     with pytest.raises(UserError, match="'datasets' is set too"):
         parse({"base_model": "m", "datasets": [{"path": "c4"}], "pretraining_dataset": given})
