@@ -64,7 +64,7 @@ _DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrain
 def __getattr__(name: str) -> Any:
     """Import a trainer, config or helper on first use, so that `import upweight` stays fast."""
     if name in _INSTEAD:  # of an AttributeError, `from upweight import ...` would not show the message
-        raise ImportError(f"upweight has no {name}: {_INSTEAD[name]} (docs/peers.md)", name=name)
+        raise ImportError(f"upweight has no {name}: {_INSTEAD[name]} (`upweight docs peers`)", name=name)
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
     if name[0].islower():
