@@ -60,6 +60,15 @@ def test_a_fragment_is_checked_as_one(tmp_path):
     assert upweight("validate", str(part)).returncode == 2
 
 
+def test_a_missing_file_of_deepspeed_options_is_named(tmp_path):
+    file = tmp_path / "config.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    file.write_text("base_model: m\ndeepspeed: mine.json\ndatasets: [{path: rows.jsonl, type: completion}]\n")
+    done = upweight("validate", file)
+    assert (done.returncode, "deepspeed: there is no file mine.json" in done.stderr) == (2, True)
+    assert upweight("validate", file, "--no-data").stdout == "ok\n"
+
+
 @pytest.mark.slow
 def test_a_stream_from_a_folder_needs_steps_unless_its_files_say_their_length(tmp_path):
     file, rows = tmp_path / "config.yaml", tmp_path / "rows"

@@ -1,8 +1,10 @@
 import pytest
 import torch
 from transformers import AutoConfig, Qwen2Config
+from typer.testing import CliRunner
 
 from made_runs import write_config, write_model, write_online
+from upweight.cli.app import app
 from upweight.cli.fits import run
 from upweight.config import load_config
 from upweight.errors import UserError
@@ -81,6 +83,20 @@ def test_doctor_and_run_plan_what_fits_prints(seven, tmp_path, capsys):
     run(config, [], memory=24)
     shown = float(printed(capsys)[1]["lora", "lean"]["total"])
     assert plan_memory(load_config(config), 24 * GIB).need.total / GIB == pytest.approx(shown, abs=0.06)
+
+
+def test_the_longest_sequence_is_no_longer_than_the_models_positions(seven, tmp_path, capsys):
+    run(write_config(tmp_path, seven, rl=None, datasets=TEXTS, adapter="lora", memory="lean"), [], memory=1000)
+    _, rows, answer = printed(capsys)
+    assert {row["longest"] for row in rows.values()} == {"32768"}
+    assert answer.endswith("sequences of up to 32,768 tokens")
+
+
+@pytest.mark.parametrize("size", ["8GB", "0", "inf"])
+def test_memory_is_a_number_of_gib(size):
+    answered = CliRunner().invoke(app, ["fits", "model", "--memory", size])
+    assert answered.exit_code == 2
+    assert "GiB as a number, e.g. 8" in answered.output
 
 
 def beside_a_lora(capsys):

@@ -73,6 +73,18 @@ def test_a_run_that_is_made_sick_is_named(name, model_folder, tmp_path):
     assert {"metric", "value", "threshold"} <= found.evidence.keys()
 
 
+def test_a_learning_rate_far_from_the_usual_is_named_after_the_run_too(tmp_path):
+    rows = run_of({**HEALTHY, "reward": learning})
+    (tmp_path / "config.yaml").write_text("base_model: x\nrl: dpo\nlearning_rate: 0.1\ndatasets: [{path: x}]\n")
+    assert wrong(recorded(tmp_path, rows, state="done", max_steps=300))["keys"].says.startswith(
+        "learning_rate: 0.1 is far"
+    )
+    (tmp_path / "config.yaml").write_text("rl: dpo\nlearning_rate: 1e-6\n")
+    assert not wrong(tmp_path)
+    (tmp_path / "config.yaml").write_text("rl: nowhere.Method\n")
+    assert not wrong(tmp_path)
+
+
 def test_a_run_out_of_memory_gets_the_ladder(model_folder, tmp_path):
     config = online(tmp_path, model_folder, {}, {"rollout_func": "sick.too_much"})
     with pytest.raises(UserError, match="out of GPU memory"):

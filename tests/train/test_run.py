@@ -149,11 +149,13 @@ def test_a_run_is_not_resumed_on_other_data_unless_that_is_allowed(model_folder,
     assert "checkpoint-2 holds no hash of its data" in caplog.text
 
 
-def test_a_finished_run_that_is_resumed_trains_no_step_more(model_folder, tmp_path):
+def test_a_finished_run_that_is_resumed_trains_no_step_more(model_folder, tmp_path, caplog):
     file, out = write_config(tmp_path, model_folder, max_steps=3), tmp_path / "out"
     run(file)
     right, trained = metrics_of(out), weights(tmp_path)
-    run(file, resume=True)
+    with caplog.at_level("INFO", logger="upweight"):
+        run(file, resume=True)
+    assert "this run is finished (step 3 of 3); raise max_steps or num_epochs to go on" in caplog.text
     assert metrics_of(out) == right
     assert largest_difference(weights(tmp_path), trained) == 0
 

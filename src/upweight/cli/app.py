@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, TrainedTarget
+from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, TrainedTarget, gib
 from upweight.cli.distill import distill_log
 from upweight.cli.docs import docs
 from upweight.cli.export.commands import export, gguf, merge_lora, serve
@@ -40,13 +40,14 @@ def validate(
     """Check a config, its data files and their columns, without loading anything."""
     from upweight.cli.inputs import check_lengths, load_with_notices
     from upweight.config.rules import NOT_VALIDATED
+    from upweight.config.zero import unread_options
     from upweight.data.sources.first_look import data_problems
     from upweight.rewards.builtin.spec import check_specs
 
     loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
-    if problems := list(data_problems(loaded)) if data and not fragment else []:
-        remedy = "where another machine has the data: --no-data"
+    if problems := [*data_problems(loaded), *unread_options(loaded)] if data and not fragment else []:
+        remedy = "where another machine has the files: --no-data"
         raise UserError("\n".join([*problems, f"({remedy})"]))
     if data and not fragment:
         check_lengths(loaded)
@@ -148,7 +149,9 @@ def fits(
     target: Annotated[str, typer.Argument(metavar="CONFIG|MODEL", help="Config, or hub id or folder of a model.")],
     overrides: Overrides = None,
     method: Annotated[str | None, typer.Option(help="Of a model alone: sft, dpo, grpo, ...; default: sft.")] = None,
-    memory: Annotated[float | None, typer.Option(min=1, help="GiB of the GPU; default: of the one here.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU; default: of the one here.")
+    ] = None,
 ) -> None:
     """Estimate which ways of training a model fit on a GPU, and what to change."""
     from upweight.cli.fits import run

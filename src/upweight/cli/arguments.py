@@ -14,5 +14,17 @@ Processes = Annotated[
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folder, or its config; several to compare.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
+
+def gib(text: str) -> float:
+    """Read the memory of a GPU."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 1 <= size < float("inf"):
+        raise typer.BadParameter(f"got {text!r}; write GiB as a number, e.g. 8")
+    return size
+
+
 # `--trl.beta 0.1`, as other trainers write it, is an override too.
 TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from upweight.config.config import Config
 from upweight.config.peers import ZERO_NOT_TAKEN
 from upweight.errors import UserError
 
@@ -27,6 +28,15 @@ def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any
     if not isinstance(options, dict):
         raise UserError(f"deepspeed: {source} is not a JSON object with options.")
     return options
+
+
+def unread_options(config: Config) -> Iterator[str]:
+    """Yield what stops the file of DeepSpeed's options from being read, in a config or its stages."""
+    for stage in config.stages or (config,):
+        try:
+            zero_options(stage.sharding.deepspeed or {}, stage.folder)
+        except UserError as error:
+            yield str(error)
 
 
 def zero_file(name: str, folder: Path) -> Any | None:

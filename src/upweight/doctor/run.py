@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from upweight.config import load_config
+from upweight.config.rules.training import unusual_rate
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
@@ -42,7 +44,7 @@ def check_run(folder: Path) -> list[Finding]:
         for step, path, reason in checkpoints
         if reason is not None
     ]
-    return [_run_state(rows, record, state, whole), *damaged, *_check_health(rows)]
+    return [_run_state(rows, record, state, whole), *damaged, *_check_rate(folder, record), *_check_health(rows)]
 
 
 def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
@@ -64,6 +66,16 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)
+
+
+def _check_rate(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
+    """Repeat the warning about a learning rate that the run gave at its start."""
+    beside = Path(record.get("config_folder") or folder)  # has the user's code
+    try:
+        config = load_config(folder / CONFIG, fragment=True, folder=beside)
+    except UserError:  # of another version, or its code is gone; the metrics can be judged all the same
+        return
+    yield from (Finding("warning", "keys", warning) for warning in unusual_rate(config))
 
 
 def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:

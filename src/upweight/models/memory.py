@@ -98,6 +98,7 @@ class Shape:
     linear_parameters: int
     token: TokenBytes
     vocabulary: int
+    positions: int | None = None  # that a sequence may have at most, where the model says so
 
     def head_bytes(self, savings: Savings) -> int:
         """Return the bytes of the projections of one chunk and their gradients."""
@@ -134,7 +135,8 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
             inside += weight.numel()
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
-    return Shape(sum(sizes), max(sizes), dict(linear), inside, TokenBytes.of(text), getattr(text, "vocab_size", 0))
+    vocabulary, positions = getattr(text, "vocab_size", 0), getattr(text, "max_position_embeddings", None)
+    return Shape(sum(sizes), max(sizes), dict(linear), inside, TokenBytes.of(text), vocabulary, positions)
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:

@@ -1,5 +1,6 @@
 """The one plan of a config's memory: what `fits`, the doctor and a run's start say that it needs and that is there."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +117,8 @@ def plan_memory(
     held = _sampler_need(config, model.shape, width, available - need.weights - need.training, card)
     need = Memory(need.weights, need.training, need.activations, held)
     most = longest(model.shape, need, card, savings=savings, sequences=sequences) * sharing
-    return MemoryPlan(need, available, "the GPU" if on_gpu else "this machine", int(most / width))
+    most = min(int(most / width), model.shape.positions or sys.maxsize)
+    return MemoryPlan(need, available, "the GPU" if on_gpu else "this machine", most)
 
 
 def _sampler_need(config: Config, shape: Shape, width: float, free: float, card: float) -> float:

@@ -42,12 +42,15 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     folder = Path(config.run.output_dir)
     lock = lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
     with heartbeat(), activity(f"training into {folder}"), lock:
-        _train_into(folder, config, resume, watchers)
+        finished_before = _train_into(folder, config, resume, watchers)
     use = f'inference {folder} --prompt "..."' if config.method.head == "tokens" else f"score {folder} ROWS.jsonl"
+    if finished_before:
+        logger.info("this run is finished (%s); raise max_steps or num_epochs to go on", finished_before)
     logger.info("done: %s; try it: upweight %s", folder, use)
 
 
-def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:
+def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> str:
+    """Train; return at which step the run had finished, if it was resumed with no step left."""
     trainer = build(config, resume=resume, trains=True)
     is_first = trainer.is_world_process_zero()
     checkpoint = broadcast_from_rank0(_checkpoint_to_resume(config, resume) if is_first else None)
@@ -68,6 +71,8 @@ def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[T
         trainer.card = lambda: model_card(config, trainer.state.log_history, rows)
         trainer.save_model()
         trainer.create_model_card()
+    step, steps = (step_of(checkpoint) or 0) if checkpoint else 0, trainer.state.max_steps
+    return f"step {step} of {steps}" if step >= steps else ""
 
 
 def evaluate(config: Config) -> dict[str, float]:

@@ -21,7 +21,10 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
-NOT_INSTALLED = "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
+NOT_INSTALLED = (
+    "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike; on one device "
+    "there is nothing to shard: remove the key."
+)
 # `StepRunner` splits a step into forwards: DeepSpeed sees one batch per step.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
