@@ -49,11 +49,22 @@ __all__ = [
     "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset", "unpair_preference_dataset",
 ]  # fmt: skip
 _ROLLOUTS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
+# Names of TRL's scripts that are not here, and what to use in place of each.
+_INSTEAD = {
+    "ModelConfig": "pass the model's name or folder as `model`, and `model_init_kwargs` to the config",
+    "ScriptArguments": "load the rows with `datasets.load_dataset` and pass them as `train_dataset`",
+    "TrlParser": "parse the configs with `transformers.HfArgumentParser`",
+    "get_peft_config": "pass a `peft.LoraConfig` as `peft_config`",
+    "get_quantization_config": "pass a `transformers.BitsAndBytesConfig` as `quantization_config` of a trainer",
+    "get_kbit_device_map": "leave `device_map` out: each process loads the model onto its device",
+}
 _DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrainer")
 
 
 def __getattr__(name: str) -> Any:
     """Import a trainer, config or helper on first use, so that `import upweight` stays fast."""
+    if name in _INSTEAD:  # of an AttributeError, `from upweight import ...` would not show the message
+        raise ImportError(f"upweight has no {name}: {_INSTEAD[name]} (`upweight docs peers`)", name=name)
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
     if name[0].islower():

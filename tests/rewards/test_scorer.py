@@ -94,6 +94,14 @@ def test_a_reward_that_takes_messages_for_text_is_told_where_the_text_is(read):
         scorer.score(call)
 
 
+@pytest.mark.parametrize("read", [lambda text: len(text[0]["content"]), lambda text: text[0].get("content")])
+def test_a_reward_that_takes_text_for_messages_gets_a_hint(read):
+    rewards = as_rewards(lambda completions: [read(one) for one in completions])
+    said = r"TypeError: string indices.* is a plain string: .*list of messages\)\.$|AttributeError.* is a plain string"
+    with Scorer(rewards) as scorer, pytest.raises(UserError, match=said):
+        scorer.score(reward_call(["a"]))
+
+
 def test_nothing_to_score_is_no_failure(tmp_path):
     code = "def reward(completions):\n    return [1.0] * len(completions)\n"
     with file_scorer(tmp_path, code, "reward") as scorer:

@@ -12,6 +12,10 @@ from upweight.rewards.parts import FORMS, PartRewards, part_rewards
 from upweight.user_modules import describe_error
 
 IN_MESSAGES = "Where the prompt is messages, so is a completion: read completion[0]['content']"
+AS_TEXT = (
+    "The completion of a prompt that is text is a plain string: read it as it is (where the prompt is messages, it is "
+    "a list of messages)"
+)
 Value = float | None
 Function = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop, settle
 from upweight.log import logger
-from upweight.rewards.invoke import IN_MESSAGES, RewardFailure, RewardValues
+from upweight.rewards.invoke import AS_TEXT, IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.local import InProcessRunner, start_async
 from upweight.rewards.parts import PartRewards, fitted
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
@@ -230,6 +230,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             hint = " Fix it, or raise trl.reward_timeout." if "took longer than" in reason else ""
             if "'list'" in reason or "not list" in reason:  # methods of a text, or functions on one
                 hint = f" {IN_MESSAGES}."
+            elif isinstance(call.completions[0], str) and ("string indices" in reason or "'str' object" in reason):
+                hint = f" {AS_TEXT}."
             raise UserError(f"reward '{name}' failed on all {count} completions: {reason}.{hint}")
         if warns:
             logger.warning("warning: reward '%s' failed on %d of %d completions: %s", name, failed, count, reason)

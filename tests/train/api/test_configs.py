@@ -38,6 +38,13 @@ def test_every_public_name_is_there():
     assert [name for name in upweight.__all__ if getattr(upweight, name).__name__ != name] == []
 
 
+def test_names_of_trl_that_are_not_here_are_answered_with_what_to_use():
+    with pytest.raises(ImportError, match=r"no TrlParser: parse the configs with `transformers\.HfArgumentParser`"):
+        from upweight import TrlParser  # noqa: F401 # pyright: ignore
+    with pytest.raises(ImportError, match=r"no get_peft_config: pass a `peft\.LoraConfig`"):
+        from upweight import get_peft_config  # noqa: F401 # pyright: ignore
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(ImportError):
         from upweight import NothingTrainer  # noqa: F401 # pyright: ignore

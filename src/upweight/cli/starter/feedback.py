@@ -113,11 +113,12 @@ def rating_advice(name: str) -> str:
 
 def refuse_labels(file: Path, columns: Sequence[str], rows: Rows) -> None:
     """Raise a UserError where the labels for kto cannot be read as true or false."""
-    name = guess_columns("labelled", columns).get("label")
+    column_of = guess_columns("labelled", columns)
+    name = column_of.get("label")
+    if name is None or "completion" not in column_of or {"chosen", "rejected"} <= set(columns):
+        return  # pairs, or columns that are missing
     if (marked := labels_in_words(columns, rows)) is not None:
         raise UserError(label_problem(file, *marked))
-    if name is None or {"chosen", "rejected"} <= set(columns):
-        return
     for number, row in enumerate(rows):
         if not is_label(row.get(name)):
             advice = f". {rating_advice(name)}" if is_rating(name, rows) else ""
