@@ -250,6 +250,16 @@ def test_tables_and_mixed_files_are_prepared_alike(run, tmp_path):
         assert run(datasets=[entry], shuffle_merged_datasets=False).train[:] == in_lines
 
 
+def test_empty_answers_are_counted_and_the_first_is_named(run, tmp_path, caplog):
+    rows = [pair(1), {**pair(2), "rejected": ""}, {**pair(3), "chosen": " "}]
+    datasets.Dataset.from_list(rows).to_csv(tmp_path / "rows.csv")
+    keys = {"datasets": [{"path": "rows.csv", "as_messages": True}], "chat_template": "chatml"}
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        assert "2 left with an empty answer" in run(**keys).report.lines()[0]
+        assert "datasets[0] (rows.csv), row 1: the answer is empty; so are those of 2 rows in all" in caplog.text
+
+
 def test_a_bad_row_of_a_table_is_named(run, tmp_path):
     datasets.Dataset.from_list([pair(1), {**pair(2), "chosen": None}]).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"datasets\[0\] \(rows.parquet\), row 1, 'chosen': expected text"):

@@ -10,6 +10,7 @@ from upweight.data.raw_row import Row, RowError
 from upweight.log import warn_once
 
 ANSWERS = ("chosen", "rejected", "completion")
+ANSWERS_OF = {"pairs": ANSWERS[:2], "text": ANSWERS[2:], "labelled": ANSWERS}  # by the kind of data
 
 
 def read_as_messages(plain: Format, setup: Setup, row: Row) -> list[Example]:
@@ -39,6 +40,17 @@ def as_messages(setup: Setup, row: Row) -> Row:
             answer = texts[role]
             turns[role] = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     return Row(turns | ({"label": texts["label"]} if "label" in texts else {}))
+
+
+def has_empty_answer(setup: Setup, row: Row) -> bool:
+    """Return whether an answer of a row is blank: a cell that was left empty, or a last turn without content."""
+    columns = _columns_of(setup)
+    answers = [row.value(columns[role]) for role in ANSWERS_OF.get(setup.method.formats(), ())]
+    turns = [answer[-1] if isinstance(answer, list) and answer else answer for answer in answers]
+    texts = [
+        turn.get("content") if isinstance(turn, Mapping) and not turn.get("tool_calls") else turn for turn in turns
+    ]
+    return any(isinstance(text, str) and not text.strip() for text in texts)
 
 
 def _columns_of(setup: Setup) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
     left = list(columns)
     column_of: dict[str, str] = {}
     for role in ROLES.get(kind, ()):
-        column = next((name for word in (role, *NAMES[role]) for name in left if word in _words(name)), None)
+        column = next((name for word in (role, *NAMES[role]) for name in left if word in words_of(name)), None)
         column = column or next(iter(get_close_matches(role, left, 1, 0.75)), None)
         if column is not None:
             column_of[role] = column
@@ -50,7 +51,7 @@ def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
     return column_of
 
 
-def _words(name: str) -> list[str]:
+def words_of(name: str) -> list[str]:
     """Return the words in the name of a column: `userQuestion_1` holds user and question."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return [name.lower(), *re.findall(r"[a-z]+", spaced.lower())]
@@ -75,13 +76,21 @@ def misses_columns(kind: str, columns: Iterable[str]) -> bool:
     return kind in PLAIN and not any(there.issuperset(needed) for needed in PLAIN[kind])
 
 
+def csv_separator(file: Path, line: str) -> str:
+    """Return what separates the cells of a CSV, by its first line: where commas separate nothing, `;` or a tab may."""
+    if ".tsv" in file.suffixes:
+        return "\t"
+    return next((one for one in ",;\t" if len(next(csv.reader([line], delimiter=one), ())) > 1), ",")
+
+
 def first_row(file: Path) -> dict[str, Any] | None:
     """Return the first row of a file of JSON or CSV; None for other files, and where it cannot be read."""
     plain = file.with_suffix("") if file.suffix == ".gz" else file
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as opened:
             if plain.suffix in (".csv", ".tsv"):
-                return next(csv.DictReader(opened, delimiter="\t" if plain.suffix == ".tsv" else ","), None)
+                line = opened.readline()
+                return next(csv.DictReader(chain([line], opened), delimiter=csv_separator(file, line)), None)
             if plain.suffix not in (".jsonl", ".json", ".ndjson"):
                 return None
             text = opened.read(LONGEST_LINE).lstrip()

@@ -28,6 +28,7 @@ from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measur
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
 from upweight.data.workers import (
+    EMPTY_ANSWER,
     Chunk,
     EncodeJob,
     encode_all,
@@ -164,10 +165,18 @@ def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], 
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
         cache.write_folder(folder, lambda target: _write_prepared(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
+    _warn_of_empty_answers(prepared.report)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
         require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().location(0)}")
     return prepared
+
+
+def _warn_of_empty_answers(report: PrepareReport) -> None:
+    for part in report.parts:
+        if part.empty is not None:
+            what = f"the answer is empty; so are those of {part.notes[EMPTY_ANSWER]:,} rows in all, and they are kept"
+            logger.warning("%s, %s: %s. `filter` in the entry leaves rows out", part.where, part.empty, what)
 
 
 def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -236,7 +245,7 @@ class _Builder:
     """Takes chunks in order; writes rows at once and keeps a few numbers about each."""
 
     def __init__(self, config: Config, jobs: Sequence[EncodeJob], target: Path) -> None:
-        self.config, self.target = config, target
+        self.config, self.jobs, self.target = config, jobs, target
         self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
         self.column_names: set[str] = set()
         self.seen: set[bytes] = set()
@@ -255,6 +264,8 @@ class _Builder:
         rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
+        if chunk.empty is not None and part.empty is None:
+            part.empty = self.jobs[chunk.job].rows.location(chunk.empty)
         self.column_names |= chunk.column_names
         if chunk.digests:
             fresh: list[bool] = []

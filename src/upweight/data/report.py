@@ -21,6 +21,7 @@ class EntryCounts:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
     notes: Counter[str] = field(default_factory=Counter)  # change made to records that were kept -> records
+    empty: str | None = None  # place of the first row with an empty answer
 
 
 @dataclass

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -45,12 +46,12 @@ def write_csv(file, rows):
     ],
 )
 def test_the_method_is_proposed_by_the_columns(columns, method):
-    assert propose(columns, [dict.fromkeys(columns, "true")])[0] == method
+    assert propose(columns, [dict.fromkeys(columns, "true")], Path("mine.csv"))[0] == method
 
 
 def test_columns_that_nobody_knows():
     with pytest.raises(UserError, match="no column is recognised among a, b"):
-        propose(["a", "b"], [{}])
+        propose(["a", "b"], [{}], Path("mine.csv"))
 
 
 def test_a_csv_becomes_a_config_that_trains(tmp_path, model):

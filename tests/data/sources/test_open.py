@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from upweight.config.sections.data import DatasetSpec
+from upweight.data.columns import first_row
 from upweight.data.sources.open import open_entry
 from upweight.errors import UserError
 
@@ -98,6 +99,17 @@ def test_cells_of_a_csv_stay_text(folder):
         {"prompt": "007", "chosen": "a\nb", "label": "True"},
         {"prompt": "NA", "chosen": "", "label": "1"},
     ]
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_spreadsheets_that_separate_cells_otherwise_are_read(folder, separator, streaming):
+    lines = (["prompt", "chosen"], ["Why, then?", "So; so."])
+    text = "".join(separator.join(f'"{cell}"' for cell in cells) + "\n" for cells in lines)
+    (folder / "cells.csv").write_text(text, encoding="utf-8-sig")
+    opened = open_entry(DatasetSpec(path="cells.csv", streaming=streaming), "datasets[0]", folder)
+    rows = (opened.first_rows(1) if streaming else opened).rows()
+    assert rows.take(0, 1) == [{"prompt": "Why, then?", "chosen": "So; so."}] == [first_row(folder / "cells.csv")]
 
 
 @pytest.mark.parametrize(

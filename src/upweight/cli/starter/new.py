@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from upweight.cli.starter import feedback
 from upweight.data.columns import ROLES, guess_columns, misses_columns, type_mapping
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger
@@ -67,8 +68,10 @@ def new(
     path = file or Path(ask("Which file holds your rows?", None, "FILE")).expanduser()
     rows = _rows_of(path)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    proposed, why = propose(columns, rows)
+    if method not in ("grpo", "sft"):  # whose user has chosen to read no preferences
+        feedback.refuse_preference(path, columns, rows)
     if method is None:
+        proposed, why = propose(columns, rows, path)
         print(f"{path}: columns {', '.join(columns)}; {why}")
         method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
     if method not in KINDS:
@@ -86,23 +89,24 @@ def new(
     _write(plan, output)
 
 
-def propose(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def propose(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], file: Path) -> tuple[str, str]:
     """Return the method that learns from rows with these columns, and why."""
     pairs, labelled = guess_columns("pairs", columns), guess_columns("labelled", columns)
     if {"chosen", "rejected"} <= pairs.keys():
         return "dpo", f"'{pairs['chosen']}' and '{pairs['rejected']}' look like a better and a worse answer: dpo"
-    if {"completion", "label"} <= labelled.keys() and all(_is_label(row.get(labelled["label"])) for row in rows):
+    if {"completion", "label"} <= labelled.keys() and all(
+        feedback.is_label(row.get(labelled["label"])) for row in rows
+    ):
         return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
     if not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2:
+        if (marked := feedback.labels_in_words(columns, rows)) is not None:
+            problem = feedback.label_problem(file, *marked)
+            raise UserError(f"{problem}\n`--method sft` trains on all rows, whatever {marked[0]!r} holds.")
         return "sft", "these look like answers as they should be: sft (grpo, if answers can be scored)"
     if "prompt" in guess_columns("prompts", columns):
         return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
     known = "prompt with chosen and rejected, completion and label, completion, or messages"
     raise UserError(f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats).")
-
-
-def _is_label(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "false", "0", "1", "0.0", "1.0")
 
 
 def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
@@ -122,6 +126,8 @@ def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
 
     kind = KINDS[plan.method]
     guessed = guess_columns(kind, columns)
+    if kind == "labelled":
+        feedback.refuse_labels(plan.file, columns, plan.rows)
     plan.answer = guess_columns("text", columns).get("output") if plan.method == "grpo" else None
     if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
         plan.entry["type"] = "completion"  # raw text
@@ -129,7 +135,9 @@ def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
         mapping = type_mapping(kind, columns)
         if mapping is None:
             problem = f"{plan.method} needs {', '.join(ROLES[kind])}, and not all are recognised among"
-            raise UserError(f"{plan.file}: {problem} {', '.join(columns)}. Rename columns (upweight docs formats).")
+            pairing = feedback.pairing_advice(plan.file, columns, plan.rows) if kind == "pairs" else None
+            remedy = f"{pairing[0].upper()}{pairing[1:]}" if pairing else "Rename columns (upweight docs formats)."
+            raise UserError(f"{plan.file}: {problem} {', '.join(columns)}. {remedy}")
         plan.entry |= yaml.safe_load(mapping)
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in guessed.items())}")
 
@@ -142,22 +150,13 @@ def _unread_notes(plan: Plan, columns: Sequence[str]) -> list[str]:
     read = {*form.values(), "system", "input", "margin"} if isinstance(form, dict) else READ
     unread = [name for name in columns if name not in read]
     notes = [f"not read by {plan.method}: {', '.join(unread)}"] if unread else []
-    ratings = [name for name in unread if _is_rating(name, plan.rows)]
-    for name in ratings[:1]:
-        good = f"def good(row): return float(row[{name!r}]) >= 4"
-        notes.append(
-            f"{name!r} holds ratings: `filter: mine.good` in the entry trains on good rows only, with `{good}` in "
-            "mine.py; kto learns from good and bad ones, once a column 'label' says true or false of each row; rows of "
-            "one prompt with a high and a low rating make pairs for dpo"
-        )
+    if plan.method != "sft":
+        return notes
+    ratings = [name for name in unread if feedback.is_rating(name, plan.rows)]
+    notes += [feedback.rating_advice(name) for name in ratings[:1]]
+    if (marked := feedback.labels_in_words(columns, plan.rows)) is not None:
+        notes.append(f"all rows are trained on, whatever {marked[0]!r} holds: {', '.join(map(repr, marked[1]))}")
     return notes
-
-
-def _is_rating(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a column holds numbers that grade rows."""
-    named = any(word in name.lower() for word in ("rating", "score", "star", "grade", "quality"))
-    values = [str(row.get(name, "")).strip() for row in rows]
-    return named and all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
 
 
 def _fit_model(plan: Plan, output: Path) -> None:

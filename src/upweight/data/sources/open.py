@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from upweight.config import Config
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
+from upweight.data.columns import csv_separator
 from upweight.data.images import undecoded
 from upweight.data.sources.lookup import (
     ALIASES,
@@ -347,10 +348,10 @@ def _csv_options(kind: str, file: Path) -> dict[str, Any]:
     """Return the options for reading a CSV: every cell is read as text."""
     if kind != "csv":
         return {}
-    separator = "\t" if ".tsv" in file.suffixes else ","
     opener = COMPRESSED.get(file.suffix.lower(), open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as content:
-        header = next(csv.reader(content, delimiter=separator), None)
+        separator = csv_separator(file, line := content.readline())
+        header = next(csv.reader(chain([line], content), delimiter=separator), None)
         has_rows = any(line.strip() for line in content)
     if not header:
         raise UserError(f"{file}: is empty. A CSV begins with a line of column names.")

@@ -6,6 +6,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
+from upweight.data.columns import csv_separator
 from upweight.data.sources.text_files import COMPRESSED, parse_line
 from upweight.errors import UserError
 
@@ -245,7 +247,8 @@ def _read_csv(path: Path, position: Position) -> Chunks:
     opener = COMPRESSED.get(path.suffix.lower(), open)
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
         rows: list[dict[str, Any]] = []
-        for cells in csv.DictReader(file, delimiter="\t" if ".tsv" in path.suffixes else ","):
+        line = file.readline()
+        for cells in csv.DictReader(chain([line], file), delimiter=csv_separator(path, line)):
             if None in cells:
                 raise UserError(f"{path}: row {row} has more cells than the first line has names.")
             row += 1

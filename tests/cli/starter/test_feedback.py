@@ -1,0 +1,111 @@
+"""Files of feedback that no method reads as they stand are refused, with lines of Python that make rows for one."""
+
+import csv
+import logging
+import re
+import runpy
+
+import pytest
+
+from upweight.cli.starter.feedback import is_label
+from upweight.cli.starter.new import new
+from upweight.errors import UserError
+
+PREFERENCES = """Prompt,Response A,Response B,Preferred
+Why?,So.,"Because, well.",B
+Who?,Me.,You.,A
+What?,This.,That.,tie
+"""
+LABELS = "question,answer,label\nWhy?,So.,bad\nWho?,Me.,good\nWho?,You.,bad\n"
+RATINGS = "prompt,response,rating\nWhy?,So.,2\nWhy?,Because.,5\nWho?,Me.,3\n"
+MODEL = "nobody/nothing"  # whose lengths are not checked
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """Returns the error about a file, after the rows that the lines in it write, if there are any."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(text, method=None):
+        (tmp_path / "mine.csv").write_text(text)
+        with pytest.raises(UserError) as error:
+            new(tmp_path / "mine.csv", model=MODEL, method=method, yes=True)
+        assert not (tmp_path / "config.yaml").exists()
+        lines = re.findall(r"^    (.*)$", str(error.value), re.MULTILINE)
+        (tmp_path / "recipe.py").write_text("\n".join(lines))
+        runpy.run_path(str(tmp_path / "recipe.py"))
+        written = re.search(r"Then: upweight new (\S+)", str(error.value))
+        with (tmp_path / (written[1] if written else "mine.csv")).open(newline="") as made:
+            return str(error.value), list(csv.DictReader(made))
+
+    return go
+
+
+@pytest.mark.parametrize("method", [None, "dpo", "kto"])
+@pytest.mark.parametrize("marks", [("A", "B"), ("response_a", "Response B"), ("left", "right")])
+def test_a_preference_for_one_of_two_answers_becomes_pairs(refused, method, marks):
+    text = PREFERENCES.replace(",A\n", f",{marks[0]}\n").replace(",B\n", f",{marks[1]}\n")
+    problem, rows = refused(text, method)
+    assert "'Preferred' says which of 'Response A' and 'Response B' is better" in problem
+    assert rows == [
+        {"Prompt": "Why?", "chosen": "Because, well.", "rejected": "So."},
+        {"Prompt": "Who?", "chosen": "Me.", "rejected": "You."},
+    ]
+
+
+def test_a_preference_that_is_always_the_same(refused):
+    _, rows = refused("prompt;answer 1;answer 2;winner\nWhy?;So.;Well.;2\n")
+    assert rows == [{"prompt": "Why?", "chosen": "Well.", "rejected": "So."}]
+
+
+@pytest.mark.parametrize("method", [None, "kto"])
+def test_labels_in_words_become_true_and_false(refused, method):
+    problem, rows = refused(LABELS, method)
+    assert "'label' holds 'good' and 'bad'; kto learns" in problem
+    assert [row["label"] for row in rows] == ["False", "True", "False"]
+
+
+@pytest.mark.parametrize("labels", [("true", ""), ("1", "2"), ("yes", "yes"), ("1.0", "0.0")])
+def test_rows_with_labels_that_cannot_be_read_are_not_proposed_for_sft(refused, labels):
+    problem, _ = refused("prompt,completion,label\n" + "".join(f"Why?,So.,{label}\n" for label in labels))
+    assert "`--method sft` trains on all rows, whatever 'label' holds" in problem
+
+
+def test_labels_are_read_as_training_reads_them():
+    assert all(is_label(value) for value in ("True", " 0", 1.0, False))
+    assert not any(is_label(value) for value in ("1.0", "yes", None, 2))
+
+
+def test_ratings_are_no_labels(refused):
+    problem, _ = refused(RATINGS, "kto")
+    assert "kto needs true or false in 'rating', and row 0 has '2'" in problem
+    assert "`filter: mine.good` in the entry trains on good rows only" in problem
+
+
+@pytest.mark.parametrize(("text", "method"), [(RATINGS, "dpo"), (LABELS, "simpo")])
+def test_rows_with_one_answer_are_paired(refused, text, method):
+    problem, rows = refused(text, method)
+    assert "pairs need a better and a worse one of the same prompt" in problem
+    assert "Rename columns" not in problem
+    pair = {"chosen": "Because.", "rejected": "So."} if text == RATINGS else {"chosen": "Me.", "rejected": "You."}
+    assert [{name: row[name] for name in pair} for row in rows] == [pair]
+
+
+def test_rows_that_cannot_be_paired(refused):
+    assert "write both into a row, as prompt, chosen and rejected" in refused("prompt,answer\nWhy?,So.\n", "dpo")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "note"),
+    [
+        ("prompt,chosen,rejected,score_chosen\nWhy?,So.,No.,5\n", {}, "not read by dpo: score_chosen"),
+        (LABELS, {"method": "sft"}, "all rows are trained on, whatever 'label' holds: 'good', 'bad'"),
+        ("question;better;worse\nWhy?;So.;No.\n", {}, "chosen is 'better', rejected is 'worse'"),
+    ],
+)
+def test_what_is_noted(tmp_path, caplog, text, options, note):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "mine.csv").write_text(text)
+    new(tmp_path / "mine.csv", model=MODEL, output=tmp_path / "config.yaml", yes=True, **options)
+    assert note in caplog.text
+    assert "holds ratings" not in caplog.text
