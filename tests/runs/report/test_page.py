@@ -104,7 +104,7 @@ def test_names_of_folders_that_say_nothing_get_help(tmp_path):
 
 def test_an_empty_folder_has_a_page_and_a_missing_one_an_error(tmp_path):
     assert data_of(write_report([tmp_path]).read_text())["runs"][0]["state"] == "empty"
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="no such run"):
         write_report([tmp_path / "absent"])
 
 
