@@ -73,18 +73,18 @@ def _run(command: list[str], output: Path, what: str) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if done.returncode or not output.is_file():
         tool = QUANTISER if what == "quantise" else CONVERTER
-        said = (done.stdout + done.stderr).strip()
+        printed = (done.stdout + done.stderr).strip()
         remedy = f"Tested with {TESTED}; another version may know the model"
-        if any(sign in said for sign in NO_NETWORK):
+        if any(sign in printed for sign in NO_NETWORK):
             remedy = "It asked the network, which cannot be reached: export where there is one"
         folder = "`--to folder` writes the model for transformers and vLLM without it"
-        problem = f"llama.cpp's {tool} did not {what} it (exit {done.returncode}):\n{_last_words(said)}"
+        problem = f"llama.cpp's {tool} did not {what} it (exit {done.returncode}):\n{_last_lines(printed)}"
         raise UserError(f"{problem}\n{remedy}; {folder}.")
 
 
-def _last_words(said: str) -> str:
+def _last_lines(printed: str) -> str:
     """Return the end of what a tool printed; of a Python traceback only the error."""
-    lines = said.splitlines()
+    lines = printed.splitlines()
     if not any(line.startswith("Traceback (most recent call last)") for line in lines):
         return "\n".join(lines[-8:])
     return next((line for line in reversed(lines) if line[:1].strip()), "")

@@ -21,12 +21,12 @@ from upweight.methods.base import Method, required
 from upweight.models.memory import smaller_rows
 from upweight.models.modules import unwrap_peft
 from upweight.models.reference import Reference
-from upweight.train.by_source import losses_by_source
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.experts.balance import RouterBalance
 from upweight.train.experts.replay import replay_metrics
 from upweight.train.packed_rows import PackedRow, RowPacker
+from upweight.train.recording.by_source import losses_by_source
 from upweight.train.recording.metrics import Meters
 from upweight.train.row_check import RowCheck
 from upweight.types import Loss, Mean, Metrics, Outputs, Unit

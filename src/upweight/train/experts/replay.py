@@ -7,5 +7,8 @@ def replay_metrics(out: Outputs) -> Metrics:
     """Return the shares of tokens and of choices that are routed otherwise than in sampling."""
     if out.router_changes_4 is None:
         return {}
-    own, tokens_changed, choices, tokens = out.router_changes_4.unbind()
-    return {"router/rerouted_choices": Mean(own, choices), "router/rerouted_tokens": Mean(tokens_changed, tokens)}
+    choices_changed, tokens_changed, choices, tokens = out.router_changes_4.unbind()
+    return {
+        "router/rerouted_choices": Mean(choices_changed, choices),
+        "router/rerouted_tokens": Mean(tokens_changed, tokens),
+    }
