@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny_models import tiny
 from upweight.engine import head as engine_head
@@ -100,6 +103,26 @@ def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
             torch.testing.assert_close(ours[name], plain[name], atol=1e-5, rtol=1e-5)
         for a, b in zip(pulled(ours, leaves), right, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+class _LargestLogits(TorchDispatchMode):
+    """Notes the most rows of logits that exist in one tensor."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.rows = max(self.rows, len(out))
+        return out
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_logits_of_no_more_tokens_exist_than_were_asked_for(most):
+    hidden, layer, target = made()
+    with _LargestLogits() as seen, torch.no_grad():
+        linear_statistics(hidden, layer.weight, layer.bias, target, replace(REQUEST, chunk_tokens=most))
+    assert seen.rows == (most or len(hidden))
 
 
 def test_a_frozen_head_passes_gradients_on_and_keeps_none():
