@@ -4,7 +4,7 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -80,6 +80,17 @@ def type_mapping(kind: str, columns: Iterable[str]) -> str | None:
     if not column_of or len(column_of) < len(ROLES[kind]):
         return None
     return f"type: {{{', '.join(f'field_{role}: {_quoted(name)}' for role, name in column_of.items())}}}"
+
+
+def mapping_advice(kind: str, row: Mapping[str, Any]) -> str | None:
+    """Return the keys that read a row with columns of other names, to paste; None where some are not recognised."""
+    mapping = type_mapping(kind, row)
+    if mapping is None:
+        return None
+    if not any(isinstance(row[name], list) for name in guess_columns(kind, row).values()):
+        return f"`{mapping}`"
+    scored = "" if kind != "text" or misses_columns("prompts", row) else "; to score answers by rewards: `rl: grpo`"
+    return f"`{mapping}` and, since there are messages in it, `as_messages: true`{scored}"
 
 
 def _quoted(name: str) -> str:

@@ -101,11 +101,10 @@ def propose(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], file: Pat
     ):
         return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
     reads_text = not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2
-    if reads_text or "completion" in labelled:
-        if (marked := feedback.labels_in_words(columns, rows)) is not None:
-            problem = feedback.label_problem(file, *marked, columns)
-            also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
-            raise UserError(f"{problem}{also}")
+    if (reads_text or "completion" in labelled) and (marked := feedback.labels_in_words(columns, rows)) is not None:
+        problem = feedback.label_problem(file, *marked, columns)
+        also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
+        raise UserError(f"{problem}{also}")
     if reads_text:
         why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
         return "sft", why + feedback.second_answer_advice(columns, rows)
