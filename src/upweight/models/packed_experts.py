@@ -30,7 +30,7 @@ class PackedWeight(_Params4bit):
     """The packed bytes of one expert weight; PEFT reads from its shape and dtype how large an adapter is."""
 
     @property
-    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def shape(self) -> torch.Size:
         """Return the shape of the weight, not that of its bytes."""
         state = vars(self).get("quant_state")
         return torch.Size(state.shape) if state is not None else super().shape

@@ -75,7 +75,7 @@ def _run_experts(
 
 def _base_product(x_SD: Tensor, weight_X: Tensor, ends_X: Tensor, is_transposed: bool) -> Tensor:
     if is_packed(weight_X):
-        return packed_product(_product, x_SD, weight_X, ends_X, is_transposed)
+        return packed_product(_product, x_SD, weight_X, ends_X, is_transposed=is_transposed)
     return _product(x_SD, weight_X if is_transposed else weight_X.transpose(-2, -1), ends_X)
 
 

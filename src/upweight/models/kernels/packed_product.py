@@ -27,10 +27,14 @@ def unpacked(weight: Any) -> Tensor:
 
 @torch.compiler.disable
 def packed_product(
-    product: GroupedProduct, x_SD: Tensor, weight: Tensor, ends_X: Tensor, is_transposed: bool
+    product: GroupedProduct, x_SD: Tensor, weight: Tensor, ends_X: Tensor, *, is_transposed: bool
 ) -> Tensor:
     """Return the grouped product of rows with packed weights, of which only the bytes are kept for backward."""
-    out = _PackedProduct.apply(product, x_SD, weight, ends_X, is_transposed)
+
+    def unpack() -> Tensor:
+        return unpacked(weight) if is_transposed else unpacked(weight).transpose(-2, -1)
+
+    out = _PackedProduct.apply(product, unpack, x_SD, ends_X)
     assert isinstance(out, Tensor)
     return out
 
@@ -38,16 +42,14 @@ def packed_product(
 class _PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, product: GroupedProduct, x_SD: Tensor, weight: Tensor, ends_X: Tensor, is_transposed: bool
+        ctx: Any, product: GroupedProduct, unpack: Callable[[], Tensor], x_SD: Tensor, ends_X: Tensor
     ) -> Tensor:
-        ctx.product, ctx.weight, ctx.is_transposed, ctx.dtype = product, weight, is_transposed, x_SD.dtype
+        ctx.product, ctx.unpack, ctx.dtype = product, unpack, x_SD.dtype
         ctx.save_for_backward(ends_X)
-        whole = unpacked(weight)
-        return product(x_SD, whole if is_transposed else whole.transpose(-2, -1), ends_X)
+        return product(x_SD, unpack(), ends_X)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad_SD,), (ends_X,) = grads, ctx.saved_tensors
-        whole = unpacked(ctx.weight)
-        back = ctx.product(grad_SD.contiguous(), whole.transpose(-2, -1) if ctx.is_transposed else whole, ends_X)
-        return None, back.to(ctx.dtype), None, None, None
+        back_SD = ctx.product(grad_SD.contiguous(), ctx.unpack().transpose(-2, -1), ends_X)
+        return None, None, back_SD.to(ctx.dtype), None
