@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tiny_models import gradients, relative_difference, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
@@ -132,7 +133,7 @@ def test_one_weight_is_whole_at_a_time(tmp_path, monkeypatch):
     assert alive == [1] * 6
 
 
-def test_what_cannot_be_packed_is_refused_by_name(tmp_path):
+def test_what_cannot_be_packed_is_refused_by_name(tmp_path, monkeypatch):
     dense = saved(tmp_path / "dense", "llama")
     with pytest.raises(UserError, match="quantize_moe_experts: LlamaForCausalLM has no experts"):
         loaded(dense)
@@ -140,7 +141,11 @@ def test_what_cannot_be_packed_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match="quantize_moe_experts: Llama4TextExperts of Llama4ForCausalLM"):
         loaded(alone)
     assert not any(is_packed(weight) for weight in load_model(dense, torch.float32).parameters())
-    mixture = saved(tmp_path / "mixture", "qwen3_moe")
+    mixture, stock = saved(tmp_path / "mixture", "qwen3_moe"), Qwen3MoeExperts.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(Qwen3MoeExperts, "forward", lambda *args: 2 * stock(*args))
+        with pytest.raises(UserError, match="quantize_moe_experts: Qwen3MoeExperts of"):
+            loaded(mixture)
     section = AdapterSection(**PACKED, targets=["q_proj"], modules_to_save=["experts"])
     with pytest.raises(UserError, match=r"lora_modules_to_save: model\.layers\.0\.mlp\.experts is held in 4 bits"):
         attach_adapter(loaded(mixture), section)

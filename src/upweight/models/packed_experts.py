@@ -19,10 +19,12 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 
 from upweight.errors import UserError
 from upweight.models.kernels.expert_lora import UNUSUAL, WEIGHTS, run_packed_experts
+from upweight.models.kernels.packed_product import has_packed_experts, is_packed, unpacked
 from upweight.models.modules import wrap_forward
 
 _Params4bit: Any = importlib.import_module("bitsandbytes").nn.Params4bit
 _METHOD = "bitsandbytes_4bit"
+_TRIED_ROWS, _LARGEST_DIFFERENCE = 16, 0.05  # as a share of the mean size of outputs: other formulas differ by 1
 _FLAGS = ("has_gate", "has_bias", "is_transposed")  # by which transformers describes experts that it can group
 
 
@@ -69,13 +71,15 @@ class _ExpertQuantizer(Bnb4BitHfQuantizer):
             raise UserError(f"quantize_moe_experts: {problem}. Drop the key.")
         for module in experts:
             if not all(hasattr(module, flag) for flag in _FLAGS) or any(getattr(module, name, 0) for name in UNUSUAL):
-                problem = f"{type(module).__name__} of {type(model).__name__} has experts that run only by themselves"
-                raise UserError(f"quantize_moe_experts: {problem}. Drop the key: they stay in half precision.")
+                raise UserError(_refusal(module, model))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
-        for module in model.modules():
-            if any(isinstance(weight, PackedWeight) for weight in module.parameters(recurse=False)):
-                wrap_forward(module, run_packed_experts)
+        tried: set[type[nn.Module]] = set()
+        for module in [module for module in model.modules() if has_packed_experts(module) and _has_experts(module)]:
+            if type(module) not in tried:
+                _check_forward(module, model)
+                tried.add(type(module))
+            wrap_forward(module, run_packed_experts)
         return super()._process_model_after_weight_loading(model, **kwargs)
 
 
@@ -94,6 +98,35 @@ class _PackWeights(Bnb4bitQuantize):
                 quant_storage=value.dtype,  # PEFT computes adapters in the dtype of the weight that they are for
             ).to(value.device)
         return packed | (super().convert(input_dict, *args, model=model, **kwargs) if input_dict else {})
+
+
+@torch.no_grad()
+def _check_forward(module: Any, model: PreTrainedModel) -> None:
+    """Raise where packed experts answer to random numbers otherwise than the module's forward with their weights."""
+    weights = {name: unpacked(weight) for name, weight in module._parameters.items() if is_packed(weight)}
+    first, generator = next(iter(weights.values())), torch.Generator().manual_seed(0)
+    into = next(weights[name] for name in WEIGHTS if name in weights)
+    width = into.shape[1 if module.is_transposed else 2]
+    x_ND = torch.randn(_TRIED_ROWS, width, generator=generator).to(first)
+    score_NX = torch.rand(_TRIED_ROWS, len(first), generator=generator).to(first.device)
+    chosen = score_NX.topk(min(2, len(first)))
+    routes = x_ND, chosen.indices, chosen.values.to(first.dtype)
+    try:
+        ours_ND = run_packed_experts(module, *routes)
+        vars(module).update(weights)  # which Python looks up before the registered parameters
+        stock_ND = module(*routes)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{_refusal(module, model)} ({str(error).splitlines()[0]})") from error
+    finally:
+        for name in weights:
+            vars(module).pop(name, None)
+    if not (ours_ND - stock_ND).abs().mean() <= _LARGEST_DIFFERENCE * stock_ND.abs().mean():
+        raise UserError(_refusal(module, model))
+
+
+def _refusal(module: nn.Module, model: PreTrainedModel) -> str:
+    problem = f"{type(module).__name__} of {type(model).__name__} computes otherwise than packed experts can"
+    return f"quantize_moe_experts: {problem}. Drop the key: they stay in half precision."
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -25,7 +25,6 @@ def unpacked(weight: Any) -> Tensor:
     return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight.data, weight.quant_state)
 
 
-@torch.compiler.disable
 def packed_product(
     product: GroupedProduct, x_SD: Tensor, weight: Tensor, ends_X: Tensor, *, is_transposed: bool
 ) -> Tensor:
@@ -34,9 +33,7 @@ def packed_product(
     def unpack() -> Tensor:
         return unpacked(weight) if is_transposed else unpacked(weight).transpose(-2, -1)
 
-    out = _PackedProduct.apply(product, unpack, x_SD, ends_X)
-    assert isinstance(out, Tensor)
-    return out
+    return _uncompiled(product, unpack, x_SD, ends_X)
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -53,3 +50,7 @@ class _PackedProduct(torch.autograd.Function):
         (grad_SD,), (ends_X,) = grads, ctx.saved_tensors
         back_SD = ctx.product(grad_SD.contiguous(), ctx.unpack().transpose(-2, -1), ends_X)
         return None, None, back_SD.to(ctx.dtype), None
+
+
+# A compiler would take the shape of the weight for that of its bytes.
+_uncompiled: Any = torch.compiler.disable(_PackedProduct.apply)
