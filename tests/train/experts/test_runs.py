@@ -8,7 +8,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from made_runs import metrics_of, write_config, write_model, write_online
+from made_runs import metrics_of, on_ranks, write_config, write_model, write_online
 from upweight.cli.export.run import run_merge
 from upweight.config import load_config
 from upweight.errors import UserError
@@ -74,6 +74,26 @@ def test_quantised_experts_are_sampled_as_they_are_trained(tmp_path):
     rows = [row for row in metrics_of(tmp_path / "out") if "loss" in row]
     assert len(rows) == 3
     assert all(row["sampling/logp_gap"] < 1e-4 for row in rows)
+
+
+def _train(file):
+    train(load_config(file))
+
+
+def test_quantised_experts_on_two_ranks_and_with_less_memory(tmp_path):
+    pytest.importorskip("bitsandbytes")  # `make test-quant`
+    model = write_model(tmp_path / "model", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    keys = {**PACKED, "num_epochs": None, "max_steps": 3, "val_set_size": 0, "learning_rate": 0.01}
+    more = {"alone": {}, "lean": {"memory": "lean"}, "ranks": {"micro_batch_size": 1}}
+    for name, changes in more.items():
+        (tmp_path / name).mkdir()
+        file = write_config(tmp_path / name, model, **keys, **changes)
+        on_ranks(_train, 2, file) if name == "ranks" else _train(file)
+    runs = [[row for row in metrics_of(tmp_path / name / "out") if "loss" in row] for name in more]
+    for right, *others in zip(*runs, strict=True):
+        for row in others:
+            for name in ("loss", "grad_norm"):
+                assert row[name] == pytest.approx(right[name], rel=1e-5)
 
 
 def trained_weights(folder, base):
