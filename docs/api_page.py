@@ -88,7 +88,8 @@ def _callable(one: Any, name: str) -> list[str]:
     shown = [part for part in parameters if part.name not in ("unknown", "self")]
     parts = [_short(str(part)) for part in shown if part.annotation not in (None, "None")]
     inside = "".join(f"    {part},\n" for part in parts)
-    return ["```python", f"{name}(\n{inside})", "```", "", inspect.getdoc(one) or ""]
+    signature = f"{name}(\n{inside})" if parts else f"{name}()"
+    return ["```python", signature, "```", "", inspect.getdoc(one) or ""]
 
 
 def _members(one: Any, names: "list[str] | tuple[str, ...]") -> list[str]:
