@@ -334,6 +334,7 @@ ODD = {
     "bfloat16: weights are trained": {**WHOLE, "bfloat16": True},
     "trl.vllm_sync_interval: no effect on training": {**GRPO, "trl": {**GRPO["trl"], "vllm_sync_interval": 2}},
     "learning_rate: 0.1 is far above": {**WHOLE, "learning_rate": 0.1},
+    "micro_batch_size: a step of one answer": {**WHOLE, "rl": "kto", "micro_batch_size": 1},
     "ebft.stride: no effect": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
     "ebft.diversity_coef: whit": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
 }
@@ -376,6 +377,14 @@ def test_every_rule_has_a_config_that_breaks_it():
 )
 def test_plain_configs_have_nothing_to_say(content):
     assert notices(content) == ()
+
+
+@pytest.mark.parametrize(("loss", "rows"), [("kto", 8), ("apo_zero_unpaired", 1)])
+def test_a_step_of_kto_has_answers_to_estimate_the_kl_from(loss, rows):
+    content = {**WHOLE, "rl": "kto", "kto_loss_type": loss}
+    config = parse_config(content, folder=Path())
+    assert (config.optim.micro_batch_size, config.notices) == (rows, ())
+    assert notices({**content, "micro_batch_size": 1, "gradient_accumulation_steps": 2}) == ()
 
 
 @pytest.mark.parametrize(
