@@ -27,6 +27,7 @@ def test_a_table_that_marks_the_configs_own_way(tmp_path, capsys):
     run(config, [], memory=24)
     about, headings, *rows, answer = capsys.readouterr().out.splitlines()
     assert "dpo, 512 tokens, 2 to a forward; GiB of 24" in about
+    assert about.endswith("* is this config")
     assert headings.split()[:2] == ["trained", "memory"]
     assert len(rows) == 9
     assert [row.split()[1:3] for row in rows if "*" in row] == [["lora", "lean"]]
@@ -103,6 +104,12 @@ def test_the_longest_sequence_is_no_longer_than_the_models_positions(seven, tmp_
     assert answer.endswith("sequences of up to 32,768 tokens")
 
 
+def test_a_model_that_is_not_here_needs_only_its_config(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"`upweight fits FOLDER` reads a folder with the model's config\.json"):
+        run("nobody/nothing", [], memory=8)
+
+
 @pytest.mark.parametrize("size", ["8GB", "0", "inf"])
 def test_memory_is_a_number_of_gib(size):
     answered = CliRunner().invoke(app, ["fits", "model", "--memory", size])
@@ -142,6 +149,7 @@ def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
     run(str(seven), ["trl.max_completion_length=300"], memory=80, method="grpo")
     about, _, answer = printed(capsys)
     assert "7.61 billion weights, grpo, 812 tokens" in about
+    assert about.endswith("* is what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set")
     assert answer.startswith("this config fits")
     run(str(seven), [], memory=16)
     about, _, answer = printed(capsys)

@@ -22,7 +22,7 @@ def test_a_good_config_has_nothing_wrong(model_folder, tmp_path):
     checked = found(write_online(tmp_path, model_folder))
     assert not [one for one in checked.values() if one.wrong]
     assert checked["data"].says.startswith("8 rows to train on with the columns answer")
-    assert checked["rewards"].says == "vowels"
+    assert checked["rewards"].says == "vowels (there, but not called: `upweight rewards CONFIG` tries them)"
     assert checked["memory"].evidence["needed_gib"] <= checked["memory"].evidence["there_gib"]
 
 

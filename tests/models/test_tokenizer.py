@@ -3,7 +3,7 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from upweight.config.sections.model import ModelSection, SpecialTokens
 from upweight.errors import UserError
@@ -78,6 +78,9 @@ def test_without_end_and_padding_token_the_remedy_is_named():
 
 def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path):
     with pytest.raises(UserError, match="base_model: could not load the tokenizer of"):
+        load_tokenizer(ModelSection(base_model=str(tmp_path)))
+    Qwen2Config(hidden_size=8, num_attention_heads=2).save_pretrained(tmp_path)  # of which transformers makes one
+    with pytest.raises(UserError, match=r"no tokenizer files \(tokenizer.json\). Copy the tokenizer's files into it"):
         load_tokenizer(ModelSection(base_model=str(tmp_path)))
 
 

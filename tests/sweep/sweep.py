@@ -113,6 +113,11 @@ def page(results: dict[tuple[Task, str], Verdict]) -> str:
         "Look for that name in the tables below. They are about text; the types that can be trained on images are",
         f"{', '.join(f'`{name}`' for name in FAMILIES)} ([vision](vision.md)).",
         "",
+        "A GGUF file is read in place of a folder: `base_model: models/NAME.gguf`, or `base_model: models` with",
+        "`gguf_file: NAME.gguf`. Its weights are dequantised when they are loaded, so it takes the memory of a model that is",
+        "not quantised, and its tokenizer is read from the file. It needs the extra `gguf`. `upweight export --to gguf`",
+        "writes one ([export](export.md)).",
+        "",
         "| outcome | meaning |",
         "|---|---|",
         "| works, prefixes shared | The beginning that several sequences share is computed once (a "

@@ -35,7 +35,7 @@ def bare(monkeypatch):
     ("keys", "says"),
     [
         ({"fp16": True, "bf16": False}, "fp16: float16 with loss scaling needs a CUDA device"),
-        ({"wandb_project": "x"}, "use_wandb: the tracker is not installed: pip install wandb"),
+        ({"wandb_project": "x"}, "wandb_project: the tracker is not installed: pip install wandb, or drop the key"),
         ({"use_tensorboard": True}, "use_tensorboard: the tracker is not installed: pip install tensorboard"),
         (QLORA, "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes"),
         ({"deepspeed": "zero2.json"}, "deepspeed: is not installed"),

@@ -19,6 +19,7 @@ ADAPTER_KEYS = {"all": "no 'adapter'", "lora": "'adapter: lora'", "qlora": "'ada
 SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
+ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
 Way = tuple[TrainedWeights, str]  # which weights, in which mode
 
 
@@ -30,15 +31,27 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
     modes = {mode: _config_of(target, [*overrides, f"memory={mode}"], method) for mode in MODES}
-    lines, is_fitting = report(config, modes, memory * GIB)
+    try:
+        lines, is_fitting = report(config, modes, memory * GIB, marked="this config" if _is_file(target) else ASSUMED)
+    except UserError as error:
+        if Path(config.model.base_model or ".").expanduser().exists():
+            raise
+        remedy = "The weights are not needed here: `upweight fits FOLDER` reads a folder with the model's config.json"
+        raise UserError(f"{error}. {remedy}.") from error
     print("\n".join(lines))
     return int(not is_fitting)
+
+
+def _is_file(target: str | Path) -> bool:
+    """Return whether a config was named, not a model alone."""
+    path = Path(target).expanduser()
+    return (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml")
 
 
 def _config_of(target: str | Path, overrides: list[str], method: str | None) -> Config:
     """Return the config in a file, or that of a model alone, which a LoRA trains by a method."""
     path = Path(target).expanduser()
-    if (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml"):
+    if _is_file(path):
         if method is not None:
             raise UserError("--method: the config chooses the method; leave it out, or set it: rl=NAME")
         return read_config(path, overrides)
@@ -47,7 +60,9 @@ def _config_of(target: str | Path, overrides: list[str], method: str | None) -> 
     return parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
 
 
-def report(config: Config, modes: dict[str, Config], card: float) -> tuple[list[str], bool]:
+def report(
+    config: Config, modes: dict[str, Config], card: float, marked: str = "this config"
+) -> tuple[list[str], bool]:
     """Return the estimates as lines, the config's way marked, and whether it fits; `modes`: the config in each mode."""
     model, configured = ModelNeeds.of(config), (trained_weights(config), config.optim.memory)
     plans: dict[Way, MemoryPlan] = {
@@ -64,7 +79,7 @@ def report(config: Config, modes: dict[str, Config], card: float) -> tuple[list[
     length, sequences = row_tokens(config)
     what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
-    about = f"{what}{beside}, {sequences} to a forward; GiB of {card / GIB:.0f}, bfloat16; * is this config"
+    about = f"{what}{beside}, {sequences} to a forward; GiB of {card / GIB:.0f}, bfloat16; * is {marked}"
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [about, *table, answer(config, modes, plans)], plans[configured].fits
 

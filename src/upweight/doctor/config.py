@@ -130,7 +130,8 @@ def _rewards(state: CheckState) -> Iterator[Finding]:
             with load_failures(KEY, source, "reward model"):
                 AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     if rewards or models:
-        yield Finding("ok", "rewards", ", ".join([*(reward.name for reward in rewards), *models]))
+        names = ", ".join([*(reward.name for reward in rewards), *models])
+        yield Finding("ok", "rewards", f"{names} (there, but not called: `upweight rewards CONFIG` tries them)")
 
 
 def _check_environment(state: CheckState) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from upweight.errors import did_you_mean
 WEIGHTS = (".safetensors", ".bin")
 NO_WEIGHTS = ("adapter_model", "training_args", "optimizer", "scheduler")  # beginnings of names
 TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken", "merges")
+TOKENIZER_REMEDY = "Copy the tokenizer's files into it, or name another folder or hub id with `tokenizer_config`"
 MOST_KINDS = 6  # of files, in a message
 
 
@@ -29,6 +30,12 @@ def model_problems(config: Config) -> Iterator[str]:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, beside)
         yield f"base_model: {section.base_model} is no folder here (looked in {path.absolute()}).{meant}"
+
+
+def lacks_tokenizer(source: str) -> bool:
+    """Return whether a folder has no file of a tokenizer; transformers makes an empty one of its config alone."""
+    folder = Path(source)
+    return folder.is_dir() and not any(file.name.startswith(TOKENIZER) for file in folder.iterdir())
 
 
 def _unusable(folder: Path, section: ModelSection) -> str | None:
@@ -55,5 +62,5 @@ def _unusable(folder: Path, section: ModelSection) -> str | None:
     holds = f"; it holds {len(names)} files ({seen})" if names else "; it holds no files"
     remedy = "Name the folder of a whole model: `hf download ORGANISATION/MODEL --local-dir FOLDER` makes one"
     if missing == ["tokenizer"]:
-        remedy = "Copy the tokenizer's files into it, or name another folder or hub id with `tokenizer_config`"
+        remedy = TOKENIZER_REMEDY
     return f"has no {' and no '.join(missing)}{holds}. {remedy}."

@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import inform_once
+from upweight.models.first_look import TOKENIZER_REMEDY, lacks_tokenizer
 from upweight.models.load import load_failures, resolve_source
 from upweight.models.processor import with_processor
 
@@ -38,6 +39,9 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         # Else mistral-common's class is loaded where it is installed, which adds no tokens and reads no marks in texts.
         options["mistral_format"] = False
         options |= {"fix_mistral_regex": True} if section.mistral_tokens else {}
+    if chosen is AutoTokenizer and gguf_file is None and lacks_tokenizer(source):
+        problem = f"could not load the tokenizer of {source!r}: the folder has no tokenizer files (tokenizer.json)"
+        raise UserError(f"{key}: {problem}. {TOKENIZER_REMEDY}.")
     with load_failures(key, source, "tokenizer"):
         tokenizer = chosen.from_pretrained(source, **options)
     if section.mistral_tokens:

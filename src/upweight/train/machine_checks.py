@@ -17,6 +17,7 @@ from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import enabled_trackers
+from upweight.train.recording.trackers import key_of_tracker
 from upweight.train.distributed.deepspeed import NOT_INSTALLED
 from upweight.train.user_code import load_user_code
 
@@ -58,7 +59,8 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
             package = SWANLAB if tracker == "swanlab" else tracker
-            yield f"use_{tracker.removesuffix('_ml')}: the tracker is not installed: pip install {package}."
+            key = key_of_tracker(tracker.removesuffix("_ml"), config.set_keys)
+            yield f"{key}: the tracker is not installed: pip install {package}, or drop the key."
         elif tracker == "swanlab" and (installed := _version(tracker)) is not None and installed >= Version("0.8"):
             yield f"use_swanlab: transformers calls what swanlab {installed} no longer has: pip install {SWANLAB}."
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):

@@ -13,8 +13,13 @@ def name_tracker_errors(trainer: Any, set_keys: Iterable[str] = ()) -> None:
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__module__.startswith("transformers.integrations.") and hasattr(callback, "setup"):
             name = type(callback).__name__.removesuffix("Callback").lower()
-            written = [key for key in set_keys if key == f"use_{name}" or key.startswith(f"{name}_")]
-            callback.setup = _named(callback.setup, min(written, key=_rank, default=f"use_{name}"))
+            callback.setup = _named(callback.setup, key_of_tracker(name, set_keys))
+
+
+def key_of_tracker(name: str, set_keys: Iterable[str]) -> str:
+    """Return the key with which a config chose a tracker, by its name."""
+    written = [key for key in set_keys if key == f"use_{name}" or key.startswith(f"{name}_")]
+    return min(written, key=_rank, default=f"use_{name}")
 
 
 def _rank(key: str) -> tuple[bool, bool]:
