@@ -47,7 +47,7 @@ def test_packages_that_a_config_needs_are_looked_for(model_folder, tmp_path, mon
     file = write_config(tmp_path, model_folder)
     monkeypatch.setattr("upweight.train.machine_checks._installed", lambda _: False)
     assert "pip install schedulefree" in found(file, "optimizer=schedule_free_adamw")["optimizer"].says
-    assert "pip install wandb" in found(file, "wandb_project=x")["use_wandb"].says
+    assert "pip install wandb" in found(file, "wandb_project=x")["wandb_project"].says
 
 
 def test_a_typo_in_the_columns_is_named_with_its_place(model_folder, tmp_path):

@@ -91,7 +91,7 @@ def test_a_gpu_without_tf32_is_told_of_only_where_it_was_asked_for(tmp_path, mon
 
 def test_all_are_named_at_once(tmp_path, bare):
     text = refused(tmp_path, wandb_project="x", deepspeed="nowhere/zero9.json", resume_from_checkpoint="nowhere")
-    places = ["use_wandb", "deepspeed", "resume_from_checkpoint", "deepspeed"]
+    places = ["wandb_project", "deepspeed", "resume_from_checkpoint", "deepspeed"]
     assert [line.split(":")[0] for line in text.splitlines()] == places
 
 

@@ -17,8 +17,8 @@ from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import enabled_trackers
-from upweight.train.recording.trackers import key_of_tracker
 from upweight.train.distributed.deepspeed import NOT_INSTALLED
+from upweight.train.recording.trackers import key_of_tracker
 from upweight.train.user_code import load_user_code
 
 SWANLAB = '"swanlab<0.8"'  # whose `get_run` returns None before a run, as transformers' callback expects
