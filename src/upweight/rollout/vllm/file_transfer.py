@@ -32,6 +32,7 @@ class ServedVersion:
     began: float | None = None  # start time of the server process that loaded it
     users: int = 0  # running requests
     top_logps: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; logps after them
+    with_image: tuple[list[int], list[float]] | None = None  # tokens and log-probs of the probe with an image
 
 
 @dataclass
@@ -149,10 +150,12 @@ def link_files(source: Path, folder: Path) -> None:
 
 
 async def reset_prefixes(client: VllmClient) -> None:
-    """Reset the prefix cache, which was computed with the old weights."""
+    """Reset the caches of prefixes and of the features of images, which were computed with the old weights."""
     answer = await client.ask("/reset_prefix_cache", {})
     if isinstance(answer, dict) and answer.get("success") is False:
         raise RequestFailed("the server still uses its prefix cache")
+    with contextlib.suppress(RequestRefused):  # servers that have no such cache read no images either
+        await client.ask("/reset_encoder_cache", {})
 
 
 async def forget_leftovers(client: VllmClient, folder: Path) -> None:
