@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -19,6 +20,8 @@ from upweight.config.servers import not_for_vllm
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.models.export import refuse_unmergeable, write_unmerged, write_weights
+from upweight.models.modules import unwrap_peft
+from upweight.models.vision import vision_family, vision_module_names
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 
 
@@ -125,12 +128,23 @@ def transport_for(
         modules_to_save=lora_config.modules_to_save,
         target_parameters=lora_config.target_parameters,
     )
+    if unloadable is None and _adapts_vision(model):  # vLLM would leave that part of the adapter out
+        unloadable = "freeze_vision"
     if lora_sync and unloadable is not None:
         raise UserError(f"{unloadable}: {ONLY_MERGED}.")
     if lora_sync is not False and unloadable is None:
         return AdapterTransport()
     refuse_unmergeable(model)
     return WeightTransport(dtype, base)
+
+
+def _adapts_vision(model: PeftModel) -> bool:
+    """Return whether an adapter has weights that only images go through."""
+    base = unwrap_peft(model)
+    if vision_family(base.config) is None:
+        return False
+    parts = [base.get_submodule(name) for name in vision_module_names(base)]
+    return any(isinstance(module, LoraLayer) for part in parts for module in part.modules())
 
 
 def write_aside(write: Callable[[Path], None], folder: Path) -> None:
