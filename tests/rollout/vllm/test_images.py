@@ -79,7 +79,8 @@ def test_what_vllm_would_decode_in_another_way_is_sent_as_training_reads_it():
         image.save(buffer, "PNG", **options)
         sent = base64.b64decode(data_uri(buffer.getvalue()).partition(",")[2])
         with Image.open(io.BytesIO(sent)) as plain:
-            assert plain.mode == "RGB" and not plain.getexif()
+            assert plain.mode == "RGB"
+            assert not plain.getexif()
             assert plain.tobytes() == open_image(buffer.getvalue()).tobytes()
             assert plain.size == open_image(buffer.getvalue()).size
 
@@ -145,7 +146,9 @@ def test_completions_follow_the_policy_through_syncs(kind, folder, tmp_path):
         return VllmServer(url, model, tokenizer, on_model=on_model, **options)
 
     try:
-        server = VllmServers([fake.url for fake in fakes], connect) if len(fakes) > 1 else connect(fakes[0].url, 0, None)
+        server = (
+            VllmServers([fake.url for fake in fakes], connect) if len(fakes) > 1 else connect(fakes[0].url, 0, None)
+        )
         assert server.reads_images
         for version in range(2):
             server.sync(version)

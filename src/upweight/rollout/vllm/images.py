@@ -19,7 +19,7 @@ from upweight.rollout.vllm.probe import difference, probe_fields
 from upweight.types import ImageRef
 
 # What vLLM was tried with: the tokens of prompts, log-probs after images, and new weights of the vision tower.
-SERVED_TYPES = ("idefics3",)
+SERVED_TYPES = ("idefics3", "qwen2_vl", "qwen2_5_vl")
 GENERATE = "/inference/v1/generate"  # takes token ids with images
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 SENT_AS_THEY_ARE = ("PNG", "JPEG", "WEBP")  # formats that every build of Pillow decodes alike
@@ -125,7 +125,7 @@ def _noise() -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
-    pixels = np.random.default_rng(7).integers(0, 255, (48, 64, 3), np.uint8)
+    pixels = np.random.default_rng(7).integers(0, 255, (224, 224, 3), np.uint8)  # which Qwen's processors do not resize
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
 
@@ -135,7 +135,10 @@ def data_uri(content: bytes) -> str:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
-        kind, plain = str(image.format), image.mode == "RGB" and not image.getexif() and image.format in SENT_AS_THEY_ARE
+        kind, plain = (
+            str(image.format),
+            image.mode == "RGB" and not image.getexif() and image.format in SENT_AS_THEY_ARE,
+        )
     if not plain:
         buffer = io.BytesIO()
         open_image(content).save(buffer, "PNG", compress_level=1)
@@ -159,4 +162,8 @@ def _as_choice(choice: Mapping[str, Any], prompt: Sequence[int]) -> dict[str, An
     content = (choice.get("logprobs") or {}).get("content")
     if content is None or choice.get("token_ids") is None:
         raise RequestFailed("an answer without tokens or log-probs")
-    return {**choice, "prompt_token_ids": list(prompt), "logprobs": {"token_logprobs": [one["logprob"] for one in content]}}
+    return {
+        **choice,
+        "prompt_token_ids": list(prompt),
+        "logprobs": {"token_logprobs": [one["logprob"] for one in content]},
+    }
