@@ -68,11 +68,12 @@ class ImageReader:
     def refer(self, content: bytes, path: str) -> tuple[ImageRef, Expansion]:
         """Return the reference to an image and what stands for it in a text; raise a ValueError if it is broken."""
         digest = self.digest(content)
-        if digest not in self._sizes:
-            self._sizes[digest] = open_image(content).size
+        size = self._sizes.get(digest)  # several threads may ask
+        if size is None:
+            size = self._sizes[digest] = open_image(content).size
             if len(self._sizes) > CACHED_SIZES:
                 self._sizes.popitem(last=False)
-        expansion = self.expansion(*self._sizes[digest])
+        expansion = self.expansion(*size)
         return ImageRef(digest, path, expansion.tokens, self.token_id, expansion.grid), expansion
 
     def _expansion(self, width: int, height: int) -> Expansion:

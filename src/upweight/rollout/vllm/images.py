@@ -81,9 +81,9 @@ class ImagePrompts:
         """Return the message for a prompt that the server expanded to other tokens than training has."""
         if not isinstance(expanded, list):
             return "the vLLM server does not return the tokens of prompts with images; use vLLM 0.32 or later"
-        token = self.reader.token_id
-        counts = f"{expanded.count(token)} tokens for the images of a prompt where training has {prompt.count(token)}"
-        if expanded.count(token) == list(prompt).count(token):
+        writes, has = expanded.count(self.reader.token_id), list(prompt).count(self.reader.token_id)
+        counts = f"{writes} tokens for the images of a prompt where training has {has}"
+        if writes == has:
             counts = f"other tokens around the images of a prompt ({len(expanded)} in all, in training {len(prompt)})"
         remedy = "serve the same processor settings (processor_config.json; `processor_kwargs` do not reach the server)"
         return f"the vLLM server writes {counts}: {remedy}, or sample in this process (leave out trl.use_vllm)."
