@@ -11,7 +11,6 @@ from upweight.config.sections.rollout import IN_PROCESS
 from upweight.models.load import compute_dtype
 from upweight.models.memory import (
     GIB,
-    HEAD_CHUNK,
     USABLE_SHARE,
     Memory,
     Savings,
@@ -111,8 +110,7 @@ def plan_memory(
         width = compute_dtype(config.model, device).itemsize / 2
         card = float(total_memory(device) if on_gpu else free_memory(device) / USABLE_SHARE)
         shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-        activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
-        need = Memory(need.weights * width / shards, need.training / shards, activations)
+        need = Memory(need.weights * width / shards, need.training / shards, need.activations * width)
     available = USABLE_SHARE * card
     held = _sampler_need(config, model.shape, width, available - need.weights - need.training, card)
     need = Memory(need.weights, need.training, need.activations, held)
