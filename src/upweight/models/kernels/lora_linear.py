@@ -1,5 +1,6 @@
 """The product of a frozen linear layer with its LoRA adapter, and the choice of kernel by the number of rows."""
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,4 +70,11 @@ class LowRankLinear(torch.autograd.Function):
 
 def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
     """Return scaling * left @ right, where the product itself scales: no launch more, and no rounding before it."""
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scaling)
+    return torch.addmm(_nothing(left.dtype, left.device), left, right, beta=0, alpha=scaling)
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what a product is added to where it is added to nothing."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device)

@@ -18,6 +18,11 @@ from upweight.train.recording.completions import cut_completions
 from upweight.types import Extreme, Metrics
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which metrics are summed on a device; Apple's has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Meters:
     """Metrics between two logs: sums and extremes on the device, reduced over ranks once per log."""
 
@@ -25,16 +30,16 @@ class Meters:
         self._pairs: dict[tuple[str, int], Tensor] = {}  # by name and the sign of an extreme, or 0 for a mean
 
     def add(self, metrics: Metrics) -> None:
-        """Add a batch's metrics without a device sync, and in few launches: those of a dtype together."""
-        by_dtype: dict[torch.dtype, list[tuple[tuple[str, int], Tensor, Tensor]]] = {}
+        """Add a batch's metrics without a device sync, and in few launches: those of one dtype together."""
+        alike: dict[Any, list[tuple[tuple[str, int], Tensor, Tensor]]] = {}
         for name, metric in metrics.items():
             extreme = isinstance(metric, Extreme)
             first, second = (metric.value, metric.value) if extreme else (metric.total, metric.weight)
             kind = torch.promote_types(first.dtype, second.dtype)
-            by_dtype.setdefault(kind, []).append(((name, metric.sign if extreme else 0), first, second))
-        for entries in by_dtype.values():
+            alike.setdefault((kind, first.device), []).append(((name, metric.sign if extreme else 0), first, second))
+        for entries in alike.values():
             numbers = [number for _, first, second in entries for number in (first, second)]
-            table = torch.stack(numbers).detach().double().view(-1, 2)
+            table = torch.stack(numbers).detach().to(sum_dtype(numbers[0].device)).view(-1, 2)
             self._merge([key for key, _, _ in entries], table)
 
     def _merge(self, keys: list[tuple[str, int]], table: Tensor) -> None:
@@ -54,7 +59,7 @@ class Meters:
         keys, pairs, self._pairs = union_over_ranks(set(self._pairs)), self._pairs, {}
         if not keys:
             return {}
-        nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        nothing = torch.zeros(2, dtype=sum_dtype(accelerator.device), device=accelerator.device)
         rows = [pairs.get((name, sign), nothing - math.inf if sign else nothing) for name, sign in keys]
         table = accelerator.gather(torch.stack(rows)[None])
         assert isinstance(table, Tensor)
