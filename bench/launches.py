@@ -45,6 +45,7 @@ ROOT = Path(__file__).parent.parent
 METHODS: dict[str, Method] = {"dpo": DPO(), "grpo": GRPO(beta=0.04), "sft": SFT()}
 VOCABULARY = 128
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive"}
+NO_KERNEL = ("detach", "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "promote_types")
 READS = ("tolist", "numpy", "cpu")  # of a tensor, by which the host waits for its values
 # Rows are built in host memory, from numbers that were never on a device.
 ON_HOST = ("engine/packing.py", "engine/images.py", "data/units.py", "engine/attention/interface.py")
@@ -75,7 +76,7 @@ class Calls(TorchDispatchMode):
         )
         if name in WAITS or by_mask:
             self.waits[name, line] += 1
-        if func.is_view or name in ("detach", "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view"):
+        if func.is_view or name in NO_KERNEL:
             self.views += 1
         else:
             self.kernels[self.part, name, line] += 1

@@ -114,6 +114,7 @@ def test_what_needs_float64_is_refused_on_apples_gpu(tmp_path):
     assert not list(mps_problems(whole({})))
     (sampled,) = mps_problems(whole(online()))
     assert sampled.startswith("rl: grpo")
-    (noisy,) = mps_problems(whole({"neftune_noise_alpha": 5}))
+    texts = {"rl": None, "datasets": [{"path": "rows.jsonl", "type": "completion"}]}
+    (noisy,) = mps_problems(whole({**texts, "neftune_noise_alpha": 5}))
     assert noisy.startswith("neftune_noise_alpha")
     assert any("CUDA" in problem for problem in mps_problems(whole(QLORA)))

@@ -75,7 +75,7 @@ def test_modes_agree_in_bfloat16_to_its_rounding(method, adapter, tmp_path):
     for mode in ("lean", "fast"):
         assert losses[mode] == pytest.approx(losses["balanced"], rel=1e-2)
         assert (gradients[mode] - gradients["balanced"]).norm() <= rounding
-    assert 0 < rounding < 0.1 * gradients["float32"].norm()
+    assert 0 < rounding < 0.2 * gradients["float32"].norm()
 
 
 def step_of(method, config, mode):

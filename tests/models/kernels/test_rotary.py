@@ -72,3 +72,18 @@ def test_nothing_changes_on_a_cpu():
     stock = stock_of("llama")
     fuse_rotary(tiny("llama"))
     assert stock_of("llama") is stock
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_model_on_a_gpu_is_the_same(kind):
+    model = tiny(kind).cuda()
+    ids = torch.randint(2, 30, (2, 9), device="cuda")
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        found.append([out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        fuse_rotary(model)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
