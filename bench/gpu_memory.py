@@ -140,7 +140,7 @@ class Subject:
 
     def promised(self) -> int:
         """The longest row that `fits` promises under the cap."""
-        return self.plan(SHORTEST).longest // STEP * STEP
+        return int(self.plan(SHORTEST).longest / self.width) // STEP * STEP
 
 
 def _row(length: int) -> Unit:
