@@ -199,7 +199,12 @@ def _reads(calls: Calls) -> Iterator[None]:
 def step_of(name: str, layers: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Callable[..., Any]]:
     """A model, and a whole step of a method on it: gradients, clipping, optimizer, metrics."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     base: Any = AutoModelForCausalLM.from_config(
         Qwen2Config(vocab_size=VOCABULARY, num_hidden_layers=layers, tie_word_embeddings=True, **shape)
     )

@@ -50,6 +50,15 @@ def test_measured_peaks_with_kept_activations_are_met_within_a_tenth(qwen):
     assert need(qwen, "all", **row).total / GIB == pytest.approx(34, rel=0.1)
 
 
+def test_a_gate_of_quantised_layers_keeps_one_product_more(qwen):
+    one = (
+        need(qwen.quantised(), "qlora", savings=Savings()).activations
+        - need(qwen, "qlora", savings=Savings()).activations
+    )
+    assert one == 10_240 * 28 * 8960 * 2
+    assert need(qwen.quantised(), "qlora").activations == need(qwen, "qlora").activations
+
+
 def test_sizes_are_counted_on_the_model(tmp_path):
     model = tiny("llama")
     model.save_pretrained(tmp_path)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import psutil
@@ -66,6 +66,7 @@ class TokenBytes:
     layers: int
     layer: int  # at the peak of one layer's backward: what it kept, what it recomputes, and their gradients
     kept: int  # of that, what one layer keeps from its forward to its backward
+    gate: int  # what it keeps beside that if its gated block is not fused, because its weights are quantised
     inputs: int  # of one layer
     keys: int  # keys and values of all layers, in sampling
 
@@ -86,7 +87,7 @@ class TokenBytes:
         kept = 4 * hidden + 3 * heads * width + keys + 3 * wide
         if getattr(config, "hidden_act", None) not in FUSED_ACTIVATIONS:
             kept = layer
-        sizes = (layer, min(kept, layer), hidden, layers * keys)
+        sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), hidden, layers * keys)
         return cls(layers, *(HALF_BYTES * size for size in sizes))
 
     def saved(self, savings: Savings) -> int:
@@ -121,6 +122,10 @@ class Shape:
         """Return the bytes of a forward's activations at the peak of a step: in the head, or in a layer's backward."""
         head = tokens * self.token.saved(savings) + self.head_bytes(savings, tokens)
         return max(head, tokens * self.token.peak(savings))
+
+    def quantised(self) -> "Shape":
+        """Return the sizes of the model with quantised weights."""
+        return replace(self, token=replace(self.token, kept=self.token.kept + self.token.gate, gate=0))
 
     def tokens_in(self, free: float, savings: Savings) -> int:
         """Return the most tokens of a forward whose activations fit into so many bytes."""
