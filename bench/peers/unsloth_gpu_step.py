@@ -14,7 +14,6 @@ from typing import Any
 
 FOLDER = Path(sys.argv[1])
 WORK = json.loads((FOLDER / "work.json").read_text())
-WHOLE = WORK["name"] == "grpo_whole_step"
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what libraries print is not an answer
 os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
@@ -86,7 +85,7 @@ def sft_trainer() -> Any:
 
 
 def grpo_trainer() -> Any:
-    """Its rollouts are sampled: what is timed of a training part leaves sampling and scoring out."""
+    """A whole step: sampling, scoring and training."""
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -125,7 +124,7 @@ class OnDemand(TrainerCallback):
         print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
-def clock(trainer: Any, method: str, sign: int) -> None:
+def clock(trainer: Any, method: str) -> None:
     inner = getattr(trainer, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +132,7 @@ def clock(trainer: Any, method: str, sign: int) -> None:
         start = time.perf_counter()
         result = inner(*args, **kwargs)
         torch.cuda.synchronize()
-        OnDemand.seconds += sign * (time.perf_counter() - start)
+        OnDemand.seconds += time.perf_counter() - start
         return result
 
     setattr(trainer, method, timed)
@@ -152,12 +151,9 @@ def count_tokens(trained: Any) -> None:
 
 
 def main() -> None:
-    makers = {"dpo_step": dpo_trainer, "sft_step": sft_trainer, "grpo_whole_step": grpo_trainer}
-    trainer = {**makers, "grpo_step": grpo_trainer}[WORK["name"]]()
+    trainer = {"dpo_step": dpo_trainer, "sft_step": sft_trainer, "grpo_whole_step": grpo_trainer}[WORK["name"]]()
     count_tokens(trainer.model)
-    clock(trainer, "training_step", 1)
-    if WORK["name"] == "grpo_step":
-        clock(trainer, "_generate_and_score_completions", -1)
+    clock(trainer, "training_step")
     trainer.add_callback(OnDemand())
     trainer.train()
 
