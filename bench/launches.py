@@ -135,11 +135,11 @@ def as_on_a_gpu(calls: Calls, model: Any) -> Iterator[None]:
     def attend(self: Tree, module: Any, query: Tensor, key: Tensor, value: Tensor, params: Any) -> Tensor:  # noqa: PLR0917
         options = {"is_causal": True, "scale": params.scaling, "enable_gqa": query.shape[1] != key.shape[1]}
         causal = lambda *tensors: F.scaled_dot_product_attention(*tensors, **options)  # noqa: E731
-        return _Kernel.apply(calls, "attention", causal, query, key, value)  # pyright: ignore[reportReturnType]
+        return _Kernel.apply(calls, "attention", causal, query, key, value)
 
     def norm(self: Any, x: Tensor) -> Tensor:
         one = lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, self.variance_epsilon)  # noqa: E731
-        return _Kernel.apply(calls, "rms_norm", one, x, self.weight)  # pyright: ignore[reportReturnType]
+        return _Kernel.apply(calls, "rms_norm", one, x, self.weight)
 
     def gated(self: Any, x: Tensor) -> Tensor:
         product = lambda gate, up: F.silu(gate) * up  # noqa: E731
