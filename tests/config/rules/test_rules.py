@@ -193,6 +193,12 @@ BROKEN = {
     "unfrozen_parameters: is for full": {**WHOLE, **LORA, "unfrozen_parameters": ["a"]},
     "model_type: this method needs a model 'ForCausalLM'": {**WHOLE, "model_type": "BertForTokenClassification"},
     "model_kwargs: 'dtype' is set by": {**WHOLE, "model_kwargs": {"dtype": "float16"}},
+    "quantize_moe_experts: experts are quantised to 4 bits": {
+        **WHOLE, "adapter": "lora", "load_in_8bit": True, "lora_target_linear": True, "quantize_moe_experts": True,
+    },
+    "quantize_moe_experts: experts in 4 bits are not sharded": {
+        **WHOLE, **QLORA, "fsdp": True, "quantize_moe_experts": True,
+    },
     "load_in_4bit, load_in_8bit: the weights of a GGUF": {**WHOLE, **QLORA, "gguf_file": "x.gguf"},
     "sync_ref_model: a separate reference": {**DPO, **LORA, "sync_ref_model": True, "rl_adapter_ref_model": True},
     "neftune_noise_alpha: noise on embeddings": {**DPO, "neftune_noise_alpha": 5.0},
