@@ -1,5 +1,6 @@
 """Upweight trains language models from feedback: from one YAML file, or from Python with the trainers named here."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from upweight.version import __version__ as __version__
@@ -63,8 +64,11 @@ _DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrain
 
 def __getattr__(name: str) -> Any:
     """Import a trainer, config or helper on first use, so that `import upweight` stays fast."""
-    if name in _INSTEAD:  # of an AttributeError, `from upweight import ...` would not show the message
-        raise ImportError(f"upweight has no {name}: {_INSTEAD[name]} (`upweight docs peers`)", name=name)
+    if name in _INSTEAD:
+        message = f"upweight has no {name}: {_INSTEAD[name]} (`upweight docs peers`)"
+        if _asked_by_import():  # which replaces the message of an AttributeError
+            raise ImportError(message, name=name)
+        raise AttributeError(message, name=name)
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
     if name[0].islower():
@@ -77,6 +81,11 @@ def __getattr__(name: str) -> Any:
     modules = ("grpo",) if name in _ROLLOUTS else ("distill",) if name in _DISTILLS else ("configs", "trainers")
     loaded = (importlib.import_module(f"upweight.train.api.{module}") for module in modules)
     return next(vars(module)[name] for module in loaded if name in vars(module))
+
+
+def _asked_by_import() -> bool:
+    """Return whether `from upweight import ...` asks for a name, and not `hasattr` or `upweight.name`."""
+    return sys._getframe(2).f_code.co_name == "_handle_fromlist"  # of importlib
 
 
 def __dir__() -> list[str]:

@@ -35,25 +35,14 @@ def validate(
     overrides: Overrides = None,
     *,
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Look for data files and at their columns.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Look for files of data and model, and at columns.")
+    ] = True,
 ) -> None:
     """Check a config, its data files and their columns, without loading anything."""
-    from upweight.cli.inputs import check_lengths, load_with_notices
-    from upweight.config.rules import NOT_VALIDATED
-    from upweight.config.zero import unread_options
-    from upweight.data.sources.first_look import data_problems
-    from upweight.rewards.builtin.spec import check_specs
+    from upweight.cli.validate import run
 
-    loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
-    check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
-    if problems := [*data_problems(loaded), *unread_options(loaded)] if data and not fragment else []:
-        remedy = "where another machine has the files: --no-data"
-        raise UserError("\n".join([*problems, f"({remedy})"]))
-    if data and not fragment:
-        check_lengths(loaded)
-    if not fragment:
-        logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
-    print("ok")
+    run(config, overrides or [], fragment=fragment, data=data)
 
 
 @app.command(**TAKES_OVERRIDES)

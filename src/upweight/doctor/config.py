@@ -191,8 +191,8 @@ def _output_dir(state: CheckState) -> Iterator[Finding]:
     if needed > free:
         remedy = "lower save_total_limit, set save_only_model, or set another output_dir"
         yield Finding("warning", "output_dir", says, remedy)
-    elif earlier_run(folder) is not None:
-        remedy = "train with --resume to continue it, with --overwrite to replace it, or set another output_dir"
-        yield Finding("note", "output_dir", f"{says}; it holds {earlier_run(folder)}", remedy)
+    elif (earlier := earlier_run(folder)) is not None:
+        remedy = f"{earlier.ways}; or set another output_dir"
+        yield Finding("note", "output_dir", f"{says}; it holds {earlier.holds}", remedy)
     else:
         yield Finding("ok", "output_dir", says)

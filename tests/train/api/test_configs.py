@@ -45,6 +45,13 @@ def test_names_of_trl_that_are_not_here_are_answered_with_what_to_use():
         from upweight import get_peft_config  # noqa: F401 # pyright: ignore
 
 
+def test_names_of_trl_can_be_asked_for():
+    assert not hasattr(upweight, "TrlParser")
+    assert getattr(upweight, "ModelConfig", None) is None
+    with pytest.raises(AttributeError, match=r"no get_peft_config: pass a `peft\.LoraConfig`"):
+        upweight.get_peft_config  # noqa: B018 # pyright: ignore
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(ImportError):
         from upweight import NothingTrainer  # noqa: F401 # pyright: ignore
