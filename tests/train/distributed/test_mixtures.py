@@ -28,12 +28,15 @@ from made_tokenizers import byte_tokenizer
 from slow_cases import slow_except
 from tiny_models import tiny
 from upweight.config import load_config
+from upweight.errors import UserError
 from upweight.methods import GRPO
 from upweight.models.load import disable_dropout
+from upweight.models.modules import unwrap_peft
 from upweight.models.shards import gathered_weights
 from upweight.runs.files import EXPERT_LOAD
 from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
 from upweight.train.distributed.ranks import join_ranks
+from upweight.train.experts.blocks import refuse_units_of_experts, set_up_experts
 from upweight.train.run import train
 
 WORLD = 2
@@ -170,7 +173,12 @@ def test_zero3_trains_the_weights_of_one_rank(case, tmp_path):
     compare(torch.load(tmp_path / "ranks.pt", weights_only=False), trained(case, tmp_path, 1))
 
 
-ADAPTER = {"adapter": "lora", "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": EXPERTS}
+ADAPTER = {
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "lora_target_parameters": EXPERTS,
+}
 RUNS = {
     "dpo all": ("qwen3_moe", write_config, {}),
     "dpo adapter": ("mixtral", write_config, ADAPTER),
@@ -237,3 +245,27 @@ def test_a_sharded_run_resumes_and_saves_every_expert(name, tmp_path):
 def test_a_run_under_zero3_resumes_and_saves_every_expert(name, tmp_path):
     pytest.importorskip("deepspeed")
     whole_run(name, tmp_path, {"deepspeed": "zero3.json"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "part"), [("qwen3_moe", True, "Qwen3MoeExperts"), ("listed", False, "Expert")]
+)
+def test_parts_of_experts_are_no_units_of_their_own(kind, adapter, part):
+    model = mixture(kind, adapter=adapter)
+    with pytest.raises(UserError, match=f"transformer_layer_cls_to_wrap: '{part}' is a part of .*decoder layer"):
+        refuse_units_of_experts(model, part)
+    refuse_units_of_experts(model, [type(unwrap_peft(model).model.layers[0]).__name__])
+
+
+def test_whole_experts_without_adapters_may_be_units():
+    refuse_units_of_experts(mixture("qwen3_moe"), ["Qwen3MoeExperts"])
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero():
+    model = mixture("listed")
+    set_up_experts(model, "none")
+    ids = torch.tensor([[5]])
+    model(input_ids=ids, labels=ids, output_router_logits=False).logits.sum().backward()
+    grads = [weight.grad for name, weight in model.named_parameters() if "experts.experts" in name]
+    assert all(grad is not None for grad in grads)
+    assert sum(not grad.any() for grad in grads) == 2 * 3 * 2  # two layers, three of five experts, two weights each
