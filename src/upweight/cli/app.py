@@ -142,10 +142,10 @@ def fits(
         float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU; default: of the one here.")
     ] = None,
 ) -> None:
-    """Estimate which ways of training a model fit on a GPU, and what to change."""
+    """Estimate which ways of training a model fit on a GPU, and what to change; exits with 1 if this one does not."""
     from upweight.cli.fits import run
 
-    run(target, overrides or [], memory=memory, method=method)
+    raise typer.Exit(run(target, overrides or [], memory=memory, method=method))
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -158,10 +158,11 @@ def rewards(
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; default: as in training.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try the rewards of a config without training."""
+    """Try the rewards of a config without training; exits with 1 if one fails, or if none separates completions."""
     from upweight.cli.rewards import run
 
-    run(config, overrides or [], completions=completions, prompts=prompts, count=count, as_json=as_json)
+    ways = {"completions": completions, "prompts": prompts, "count": count}
+    raise typer.Exit(run(config, overrides or [], **ways, as_json=as_json))
 
 
 @app.command("vllm-serve", **TAKES_OVERRIDES)

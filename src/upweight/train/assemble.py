@@ -37,7 +37,6 @@ from upweight.train.distill.load import TeacherLoader
 from upweight.train.distill.teachers import LocalTeacher
 from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
-from upweight.train.experts.blocks import refuse_units_of_experts
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
 from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
@@ -87,8 +86,6 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     steps, on_cpu = _steps_per_epoch(config, data.train, ranks.num_processes), device.type == "cpu"
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    if sharding == "fsdp":
-        refuse_units_of_experts(model, config.sharding.wrap_layers)
     reads = image_reader(tokenizer) is not None and "images" in first
     optim = _with_images(config, model, ranks.num_processes, sharding) if reads else config.optim
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins

@@ -35,7 +35,7 @@ from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.experts.balance import router_coefficient
-from upweight.train.experts.blocks import set_up_experts
+from upweight.train.experts.blocks import refuse_units_of_experts, set_up_experts
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
@@ -95,6 +95,8 @@ def load_policy(
         model = attach_adapter(model, config.adapter, new_tokens=new_tokens, excluded=frozen_vision)  # pyright: ignore
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
+    if sharding == "fsdp":
+        refuse_units_of_experts(model, config.sharding.wrap_layers)
     return model
 
 
