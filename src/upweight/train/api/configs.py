@@ -57,6 +57,16 @@ REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
     "ref_model_init_kwargs": "A 'ref_model' given by name is loaded with 'model_init_kwargs'.",
     "model_adapter_name": "The active adapter is trained.",
     "ref_adapter_name": "The reference is the adapter as it is at the start.",
+    "max_completion_length": "'max_length' bounds prompt and completion together.",
+    "overwrite_output_dir": "Leave it out: a run that is not resumed begins anew in its 'output_dir'.",
+    "vllm_guided_decoding_regex": "It is 'vllm_structured_outputs_regex' now.",
+    "logging_dir": "Leave it out; the environment variable TENSORBOARD_LOGGING_DIR names TensorBoard's folder.",
+    "label_pad_token_id": "Leave it out: labels are not padded.",
+    "padding_value": "Leave it out: rows are packed, not padded.",
+    "is_encoder_decoder": "Leave it out: models that decode from an encoder are not trained.",
+    "wandb_project": "Set the environment variable WANDB_PROJECT.",
+    "wandb_entity": "Set the environment variable WANDB_ENTITY.",
+    "wandb_run_group": "Set the environment variable WANDB_RUN_GROUP.",
 }
 FUNCTIONS = ("loss_type", "advantage_estimator")  # arguments that may be functions of the script
 
@@ -80,7 +90,7 @@ class MethodArguments(TrainingArguments):
         problems = []
         for name in kwargs:
             if name not in known:
-                hint = did_you_mean(name, free).strip() or "`upweight docs differences` says what is not taken."
+                hint = did_you_mean(name, free).strip() or "`upweight docs api` has all that are taken."
                 problems.append(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         if problems:
             raise TypeError("\n".join(problems))
