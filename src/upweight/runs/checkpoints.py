@@ -184,4 +184,6 @@ def set_aside(run_folder: Path, step: int) -> None:
     target.mkdir()
     for folder in later:
         folder.rename(target / folder.name)
-    logger.warning("warning: %d checkpoints after step %d are now in %s", len(later), step, target)
+    moved = f"{len(later)} checkpoints" if len(later) > 1 else later[0].name
+    since = f"after step {step}" if step else "of the run that was here"
+    logger.warning("warning: %s %s: now in %s, and no longer resumed from", moved, since, target)
