@@ -113,7 +113,8 @@ def _resolve_method(config: Config) -> Method:
 def _resolve_batch_size(config: Config) -> dict[str, int]:
     optim = config.optim
     all_unset = not (optim.micro_batch_size or optim.accumulation or optim.batch_size)
-    micro = optim.micro_batch_size or (group_size(config) if all_unset else 1)
+    default = group_size(config) if config.method.online else config.method.default_batch
+    micro = optim.micro_batch_size or (default if all_unset else 1)
     return {"micro_batch_size": micro, "accumulation": optim.accumulation or max((optim.batch_size or 0) // micro, 1)}
 
 

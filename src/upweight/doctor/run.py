@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import load_config
-from upweight.config.rules.training import unusual_rate
+from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
@@ -69,13 +69,14 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
 
 
 def _check_rate(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
-    """Repeat the warning about a learning rate that the run gave at its start."""
+    """Repeat the warnings about a learning rate and steps of one answer that the run gave at its start."""
     beside = Path(record.get("config_folder") or folder)  # has the user's code
     try:
         config = load_config(folder / CONFIG, fragment=True, folder=beside)
     except UserError:  # of another version, or its code is gone; the metrics can be judged all the same
         return
-    yield from (Finding("warning", "keys", warning) for warning in unusual_rate(config))
+    warnings = (*unusual_rate(config), *single_answers(config))
+    yield from (Finding("warning", "keys", warning) for warning in warnings)
 
 
 def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -120,7 +120,7 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
         if device.type == "cpu":
             _explain_slow_bfloat16()
         return torch.bfloat16
-    if section.bf16 is False or device.type == "cpu":
+    if section.bf16 is False or device.type in ("cpu", "mps"):
         return torch.float32
     return torch.bfloat16 if device.type != "cuda" or torch.cuda.is_bf16_supported() else torch.float16
 
@@ -167,7 +167,7 @@ def load_model(
         options |= _quantization_args(adapter, dtype)
     set_seed(seed)
     try:
-        with load_failures("base_model", source, "weights"):
+        with load_failures("base_model", source, "weights"), _expert_packing(adapter):
             model, report = model_class(section, head, config).from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
@@ -306,6 +306,15 @@ def _quantization_args(adapter: AdapterSection, dtype: torch.dtype) -> dict[str,
         settings |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     config = transformers.BitsAndBytesConfig(**settings | adapter.quantisation)
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
+
+
+def _expert_packing(adapter: AdapterSection | None) -> AbstractContextManager[None]:
+    """Return a context in which the experts of a mixture are quantised as they are read, where the settings ask."""
+    if adapter is None or not adapter.pack_experts:
+        return nullcontext()
+    from upweight.models.packed_experts import packing_experts  # which imports bitsandbytes
+
+    return packing_experts()
 
 
 def _check_missing(report: dict[str, Any], source: str, head: Head, body: str, *, logs: bool) -> None:

@@ -49,6 +49,13 @@ def test_the_method_is_proposed_by_the_columns(columns, method):
     assert propose(columns, [dict.fromkeys(columns, "true")], Path("mine.csv"))[0] == method
 
 
+def test_two_answers_raise_the_question_whether_they_are_a_pair():
+    row = {"question": "Why?", "answer_a": "Well, so.", "answer_b": "Well, no."}
+    assert "Is one of 'answer_a' and 'answer_b' the better answer?" in propose(list(row), [row], Path("mine.csv"))[1]
+    row = {"question": "Why?", "answer": "Well, so.", "answer_id": "7"}
+    assert "better answer" not in propose(list(row), [row], Path("mine.csv"))[1]
+
+
 def test_columns_that_nobody_knows():
     with pytest.raises(UserError, match="no column is recognised among a, b"):
         propose(["a", "b"], [{}], Path("mine.csv"))
