@@ -65,7 +65,7 @@ def report(config: Config, modes: dict[str, Config], card: float) -> tuple[list[
     length, sequences = row_tokens(config)
     what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
-    about = f"{what}{beside}, {sequences} to a forward; GiB of {card / GIB:.0f}, bfloat16; * is this config"
+    about = f"{what}{beside}, sequences in a forward: {sequences}; GiB of {card / GIB:.0f}, bfloat16; * is this config"
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [about, *table, answer(config, modes, plans)], plans[configured].fits
 

@@ -184,6 +184,5 @@ def set_aside(run_folder: Path, step: int) -> None:
     target.mkdir()
     for folder in later:
         folder.rename(target / folder.name)
-    moved = f"{len(later)} checkpoints" if len(later) > 1 else later[0].name
-    since = f"after step {step}" if step else "of the run that was here"
-    logger.warning("warning: %s %s: now in %s, and no longer resumed from", moved, since, target)
+    what = "1 checkpoint after step %d is" if len(later) == 1 else f"{len(later)} checkpoints after step %d are"
+    logger.warning(f"warning: {what} now in %s, and not resumed from; delete it when you like", step, target)

@@ -37,6 +37,7 @@ from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.experts.balance import router_coefficient
+from upweight.train.experts.blocks import refuse_units_of_experts, set_up_experts
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
@@ -96,6 +97,8 @@ def load_policy(
         model = attach_adapter(model, config.adapter, new_tokens=new_tokens, excluded=frozen_vision)  # pyright: ignore
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
+    if sharding == "fsdp":
+        refuse_units_of_experts(model, config.sharding.wrap_layers)
     return model
 
 
@@ -181,6 +184,7 @@ def make_policy(
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
     copies = set_up_precision(model, dtype, sharding=sharding, pure=section.pure_bf16)
+    set_up_experts(model, sharding)
     images = image_reader(tokenizer)
     attach_engine = partial(
         Engine, layout=section.layout, longest=longest, context=context, images=images, head_chunk=optim.head_chunk
