@@ -64,7 +64,8 @@ def report(
     config: Config, modes: dict[str, Config], card: float, marked: str = "this config"
 ) -> tuple[list[str], bool]:
     """Return the estimates as lines, the config's way marked, and whether it fits; `modes`: the config in each mode."""
-    model, configured = ModelNeeds.of(config), (trained_weights(config), config.optim.memory)
+    model = ModelNeeds.of(config)
+    configured: Way = trained_weights(config), config.optim.memory
     plans: dict[Way, MemoryPlan] = {
         (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
     }

@@ -58,7 +58,7 @@ def test_names_of_trl_that_are_not_here_have_an_answer(name, instead):
     [(GRPOConfig, "overwrite_output_dir", "Leave it out"), (DPOConfig, "logging_dir", "TENSORBOARD_LOGGING_DIR"),
      (GRPOConfig, "vllm_guided_decoding_regex", "'vllm_structured_outputs_regex' now"),
      (DPOConfig, "label_pad_token_id", "Leave it out"), (SFTConfig, "wandb_project", "WANDB_PROJECT"),
-     (DPOConfig, "max_completion_length", "'max_length' bounds prompt and completion"),
+     (DPOConfig, "max_completion_length", "Remove it and set 'max_length'"),
      (SFTConfig, "zzz", "`upweight docs api`")],
 )  # fmt: skip
 def test_arguments_of_old_scripts_have_an_answer(kind, argument, instead, tmp_path):
