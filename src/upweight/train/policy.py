@@ -256,10 +256,8 @@ def _reference(
     return make_reference(kind, model, dtype, synced=synced, offload=offload, separate_model=separate)
 
 
-def image_problems(config: Config, model: Model, ranks: int, sharding: Sharding) -> Iterator[str]:
+def image_problems(config: Config, model: Model, ranks: int) -> Iterator[str]:
     """Yield what is wrong with settings with which images are not trained on."""
-    if sharding != "none":
-        yield "fsdp, deepspeed: rows with images need whole weights on each rank; leave it out."
     if config.sharding.context_parallel_size > 1:
         yield "context_parallel_size: rows with images are not shared by ranks; set it to 1."
     if config.optim.neftune_alpha is not None:
