@@ -14,7 +14,7 @@ from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
 from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
-from upweight.models.adapters.attach import linear_names
+from upweight.models.adapters.attach import last_name, linear_names
 from upweight.models.load import Head, config_with_head, model_class, teacher_source
 
 GIB = 2**30
@@ -129,7 +129,7 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     linear: Counter[str] = Counter()
     inside = 0
     for name, module in model.named_modules():
-        last, weight = name.rpartition(".")[2], getattr(module, "weight", None)
+        last, weight = last_name(name), getattr(module, "weight", None)
         if last in names and isinstance(weight, nn.Parameter):
             linear[last] += sum(weight.shape)
             inside += weight.numel()

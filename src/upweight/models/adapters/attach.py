@@ -119,11 +119,17 @@ def _passed_on(section: AdapterSection) -> dict[str, Any]:
     return {name: values[path] for path, name in arguments.items() if name in names}
 
 
+def last_name(name: str) -> str:
+    """Return the end of a module's name by which PEFT finds it; a number alone would find layers and blocks too."""
+    before, _, last = name.rpartition(".")
+    return f"{last_name(before)}.{last}" if last.isdigit() and before else last
+
+
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Return the last names of a model's linear layers, without its head."""
     head, after = model.get_output_embeddings(), _score_layers(model)
     names = {
-        name.rpartition(".")[2]: None
+        last_name(name): None
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[0] not in after
         if not is_router(model, name)
