@@ -14,7 +14,7 @@ from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
 from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
-from upweight.models.adapters.attach import last_name, linear_names
+from upweight.models.adapters.attach import linear_names
 from upweight.models.load import Head, config_with_head, model_class, teacher_source
 
 GIB = 2**30
@@ -125,13 +125,16 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     config = config_with_head(section, head)
     with torch.device("meta"):
         model = model_class(section, head, config).from_config(config)
-    names = set(linear_names(model))
+    names = linear_names(model)
     linear: Counter[str] = Counter()
     inside = 0
     for name, module in model.named_modules():
-        last, weight = last_name(name), getattr(module, "weight", None)
-        if last in names and isinstance(weight, nn.Parameter):
-            linear[last] += sum(weight.shape)
+        ending, weight = (
+            next((one for one in names if f".{name}".endswith(f".{one}")), None),
+            getattr(module, "weight", None),
+        )
+        if ending is not None and isinstance(weight, nn.Parameter):
+            linear[ending] += sum(weight.shape)
             inside += weight.numel()
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
