@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import set_zero3_state
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
@@ -123,7 +124,7 @@ class Memory:
 def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
-    with torch.device("meta"):
+    with torch.device("meta"), set_zero3_state():  # which says that weights are cut elsewhere: here there are none
         model = model_class(section, head, config).from_config(config)
     names = linear_names(model)
     linear: Counter[str] = Counter()
