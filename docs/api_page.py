@@ -11,6 +11,7 @@ import upweight
 from upweight import types
 from upweight.methods.base import Method
 from upweight.settings import setting
+from upweight.train.api import script_arguments
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.fields import help_of
 from upweight.train.api.grpo_config import RolloutArguments
@@ -25,16 +26,21 @@ def api() -> str:
     """Return what is made of the page: trainers, configs, functions of datasets, and shapes for users' methods."""
     public = {name: getattr(upweight, name) for name in upweight.__all__}
     trainers = {name: one for name, one in public.items() if name.endswith("Trainer")}
+    scripts = {name: one for name, one in public.items() if one.__module__ == script_arguments.__name__}
     lines = ["", "## Trainers", "", "Every trainer has these methods, and those of `transformers.Trainer`.", ""]
     lines += _members(MethodTrainer, METHODS)
     for name, trainer in trainers.items():
         lines += ["", f"### {name}", "", *_callable(trainer, name)]
         extra = [member for member in vars(trainer) if member not in METHODS and _is_public(trainer, member)]
         lines += ["", *_members(trainer, extra)] if extra else []
-    lines += ["", "## Configs", "", *_configs({name: one for name, one in public.items() if name.endswith("Config")})]
+    configs = {name: one for name, one in public.items() if name.endswith("Config") and name not in scripts}
+    lines += ["", "## Configs", "", *_configs(configs), "", "## The command line of a script"]
+    for name, one in scripts.items():
+        lines += ["", f"### {name}", "", *(_dataclass(one) if dataclasses.is_dataclass(one) else _callable(one, name))]
+    lines += ["", *_members(script_arguments.TrlParser, ["parse_args_and_config"])]
     lines += ["", "## Functions for datasets"]
     for name, function in public.items():
-        if name[0].islower():
+        if name[0].islower() and name not in scripts:
             lines += ["", f"### {name}", "", *_callable(function, name)]
     return "\n".join([*lines, "", *_for_methods(), ""])
 
@@ -50,6 +56,10 @@ def _configs(configs: dict[str, Any]) -> list[str]:
         own = {argument.name for argument in dataclasses.fields(config)} - known
         lines += ["", f"### {name}", "", _first(config), "", *_arguments(config, own)]
     return lines
+
+
+def _dataclass(one: Any) -> list[str]:
+    return [_first(one), "", *_arguments(one, {argument.name for argument in dataclasses.fields(one)})]
 
 
 def _arguments(config: Any, names: set[str]) -> list[str]:
@@ -78,7 +88,8 @@ def _callable(one: Any, name: str) -> list[str]:
     shown = [part for part in parameters if part.name not in ("unknown", "self")]
     parts = [_short(str(part)) for part in shown if part.annotation not in (None, "None")]
     inside = "".join(f"    {part},\n" for part in parts)
-    return ["```python", f"{name}(\n{inside})", "```", "", inspect.getdoc(one) or ""]
+    signature = f"{name}(\n{inside})" if parts else f"{name}()"
+    return ["```python", signature, "```", "", inspect.getdoc(one) or ""]
 
 
 def _members(one: Any, names: "list[str] | tuple[str, ...]") -> list[str]:

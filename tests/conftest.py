@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from upweight.config.config import blocks, method_keys
 from upweight.log import logger
+from upweight.methods import METHODS
 
 # A busy machine must not fail a property, and every run tries the same examples.
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -31,3 +33,15 @@ def log_as_it_was() -> Iterator[None]:
     before = logger.level, list(logger.handlers), logger.propagate
     yield
     logger.level, logger.handlers, logger.propagate = before
+
+
+@pytest.fixture(autouse=True)
+def methods_as_they_were() -> Iterator[None]:
+    """A config may register a method of its user; the next test knows only those that it would know alone."""
+    before = dict(METHODS)
+    yield
+    if before != METHODS:
+        METHODS.clear()
+        METHODS.update(before)
+        method_keys.cache_clear()
+        blocks.cache_clear()

@@ -31,10 +31,25 @@ def test_a_good_config_is_ok():
 def test_user_errors_print_one_line_each_and_exit_2():
     done = upweight("validate", str(SAMPLE), "trl.num_generation=4", "sed=1")
     assert (done.stdout, done.returncode) == ("", 2)
-    assert done.stderr.splitlines() == [
+    assert done.stderr.splitlines()[-2:] == [
         "trl.num_generation: unknown key. Did you mean 'num_generations'?",
         "sed: unknown key. Did you mean 'seed'?",
     ]
+
+
+def test_errors_warnings_and_missing_files_are_shown_in_one_go(tmp_path):
+    file = tmp_path / "config.yaml"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "m.gguf").write_text("")
+    file.write_text("rl: dpo\nlearning_rate: 5\nsed: 1\ndatasets: [{path: rows.jsonl}]\n")
+    done = upweight("validate", file, f"base_model={tmp_path / 'model'}")
+    assert (done.stdout, done.returncode) == ("", 2)
+    wanted = ("warning: learning_rate: 5 is far above", "sed: unknown key", "datasets[0] (rows.jsonl)", "base_model: ")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith(start) for line, start in zip(lines, (*wanted, "(where another"), strict=True))
+    unsure = upweight("validate", file, "base_model=m", "rl=dop").stderr  # nothing is said by a guessed method
+    assert [line.split(":")[0] for line in unsure.splitlines()] == ["sed", "rl"]
 
 
 @pytest.mark.parametrize(

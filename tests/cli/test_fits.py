@@ -63,6 +63,17 @@ def test_the_answer_names_the_mode_and_the_keys(seven, tmp_path, capsys, gib, ke
     assert said in answer
 
 
+def test_the_exit_code_says_whether_the_config_fits(seven):
+    ways = [CliRunner().invoke(app, ["fits", str(seven), "--memory", size]) for size in ("80", "16")]
+    assert [way.exit_code for way in ways] == [0, 1]
+    assert "this config does not fit" in ways[1].output
+
+
+def test_the_answer_names_all_keys_that_a_mode_sets(seven, capsys):
+    assert run(str(seven), [], memory=24, method="grpo") == 1
+    assert "'memory: fast' (which sets gradient_checkpointing, gradient_checkpointing_kwargs)" in printed(capsys)[2]
+
+
 def test_what_a_sampler_holds_is_part_of_the_plan(seven, tmp_path, capsys):
     config = write_online(tmp_path, seven, adapter="lora", batch_size=None, micro_batch_size=64)
     overrides = ["trl.max_completion_length=4096", "trl.num_generations=8"]

@@ -40,7 +40,6 @@ def test_a_users_method_is_described_with_the_keys_it_inherits(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     run("mine_described.py:Mine")
     printed = capsys.readouterr().out
-    del METHODS["mine_described.Mine"]
     assert "rl: mine_described.Mine: GRPO with another advantage." in printed
     assert "data: sampled while it trains (online)" in printed
     assert "  mine_shift: What is added to advantages. (a number; 0.5)" in printed

@@ -9,7 +9,6 @@ from upweight.config import parse_config
 from upweight.config.schema import json_schema
 from upweight.config.view import yaml_content
 from upweight.errors import UserError
-from upweight.methods import METHODS
 from upweight.types import Outputs
 
 LOSSES = """
@@ -82,9 +81,7 @@ def folder(tmp_path):
     name = f"m{abs(hash(str(tmp_path))) % 10**9}"  # modules of users are kept by name
     (tmp_path / f"{name}_losses.py").write_text(LOSSES)
     (tmp_path / f"{name}_method.py").write_text(METHOD)
-    yield tmp_path, name
-    for one in [one for one in METHODS if one.startswith(name)]:
-        del METHODS[one]
+    return tmp_path, name
 
 
 def parse(content, folder: Path):

@@ -74,3 +74,14 @@ def test_who_trains_a_chat_model_on_plain_text_is_told(case, warns, run, caplog)
     rows = [{"prompt": prompt, "chosen": f"So {n}.", "rejected": "No."} for n in range(4)]
     run(rows, datasets=[{"path": "rows.jsonl", **entry}], tokenizer=byte_tokenizer(template=template))
     assert ("the model's chat template is not applied" in caplog.text) == warns
+
+
+def test_several_entries_of_plain_text_are_named_in_one_line(run, caplog):
+    _warned.clear()
+    rows = [{"prompt": "Why?", "chosen": f"So {n}.", "rejected": "No."} for n in range(4)]
+    entry = {"path": "rows.jsonl"}
+    run(rows, datasets=[entry, entry], test_datasets=[entry], tokenizer=byte_tokenizer(template=TEMPLATE))
+    (line,) = [one.getMessage() for one in caplog.records if "chat template is not applied" in one.getMessage()]
+    assert line.startswith(
+        "warning: datasets[0] (rows.jsonl), datasets[1] (rows.jsonl), test_datasets[0] (rows.jsonl):"
+    )

@@ -16,6 +16,7 @@ from upweight.data.encode import RowError, build_encoder
 from upweight.data.formats import FORMATS
 from upweight.data.raw_row import Row
 from upweight.errors import UserError
+from upweight.log import _warned
 from upweight.row_rules import apply_length_rules
 
 
@@ -23,6 +24,26 @@ def test_the_config_knows_the_formats():
     assert {kind: set(formats) for kind, formats in FORMATS.items()} == {
         kind: set(names) for kind, names in FORMAT_NAMES.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("entry", "keys", "tokens", "key"),
+    [
+        ({"type": "chatml.intel"}, {"rl": "dpo"}, "llama3", "datasets.type"),
+        ({"type": "bradley_terry.llama3.icr"}, {"reward_model": True}, "chatml", "datasets.type"),
+        ({"type": "alpaca:chatml"}, {}, "plain", "datasets.type"),
+        ({"type": "chat_template"}, {"chat_template": "chatml"}, "gemma", "chat_template"),
+        ({"type": "chatml.intel"}, {"rl": "dpo"}, "chatml", None),
+        ({"type": "llama3.intel"}, {"rl": "dpo"}, "llama3", None),
+        ({"type": "chat_template.argilla"}, {"rl": "dpo"}, "gemma", None),
+    ],
+)
+def test_marks_of_turns_that_are_no_tokens_are_warned_of(entry, keys, tokens, key, caplog):
+    _warned.clear()
+    encoder(entry, byte_tokenizer(tokens), **keys)
+    assert ("which are no tokens of this model: they are split like other text" in caplog.text) == (key is not None)
+    assert caplog.text.count("warning: ") == (key is not None)
+    assert key is None or f"warning: {key}: '" in caplog.text
 
 
 @pytest.mark.parametrize(

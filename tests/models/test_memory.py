@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -16,6 +18,7 @@ from upweight.models.memory import (
     sampler_bytes,
     shape_of,
     total_memory,
+    weight_bytes,
 )
 
 RECOMPUTED = Savings(recompute=True)
@@ -82,6 +85,27 @@ def test_a_token_of_a_mixture_takes_memory_for_each_of_its_experts():
     one, two = (TokenBytes.of(tiny("qwen3_moe", num_experts_per_tok=count).config).peak(Savings()) for count in (1, 2))
     layers, width, inner = 3, 32, 16
     assert two - one == pytest.approx(2 * layers * (6 * inner + 4 * width), rel=0.05)
+
+
+def test_adapters_on_experts_and_experts_in_4_bits_are_counted(tmp_path):
+    config = tiny("qwen3_moe", num_hidden_layers=2).config
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
+    experts, width, inner, layers = 4, 32, 16, 2
+    down, both = experts * (width + inner) * layers, experts * (width + inner + width + 2 * inner) * layers
+    count = partial(adapter_parameters, shape)
+    assert count(AdapterSection(rank=3, target_parameters="down_proj")) == 3 * down
+    named = AdapterSection(rank=3, target_parameters=["experts.gate_up_proj", "mlp.experts.down_proj"])
+    assert count(named) == 3 * both
+    assert count(AdapterSection(rank=3, targets=["q_proj"])) == 3 * (width + 32) * layers
+    assert count(AdapterSection(rank=3, targets=["q_proj"], target_parameters="down_proj")) == 3 * (64 * layers + down)
+    assert count(AdapterSection(rank=3)) == count(AdapterSection(rank=3, target_linear=True)) == 1344  # attention
+    weights = experts * 3 * width * inner * layers
+    plain = weight_bytes(shape, AdapterSection(load_in_4bit=True))
+    packed = weight_bytes(shape, AdapterSection(load_in_4bit=True, pack_experts=True))
+    unpacked = 2 * experts * 2 * inner * width  # for the product of one layer
+    assert plain - packed == pytest.approx((2 - 0.53) * weights - unpacked)
 
 
 def test_a_reference_in_host_memory_and_a_smaller_head_are_counted(qwen):

@@ -13,7 +13,6 @@ from upweight.config.config import blocks, general_keys, method_keys
 from upweight.config.peers import OTHER_NAMES, REASONS, RENAMED, SATISFIED
 from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.config.sections.rollout import GymDataset
-from upweight.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 INNER = {*DatasetSpec.model_fields, *UserFormat.model_fields, *GymDataset.model_fields}
@@ -87,18 +86,13 @@ def shown(page: Path, language: str) -> list[str]:
 
 
 @pytest.fixture
-def only_our_methods():
-    """Forget the module `mine`, and the methods that a config registered."""
-    known = set(METHODS)
+def without_mine():
+    """Forget the module `mine`, which every page has anew."""
     yield
     sys.modules.pop("mine", None)
-    for name in set(METHODS) - known:
-        del METHODS[name]
-    method_keys.cache_clear()
-    blocks.cache_clear()
 
 
-@pytest.mark.usefixtures("only_our_methods")
+@pytest.mark.usefixtures("without_mine")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_configs_in_the_docs_are_right(page, tmp_path):
     """Each is a config, or a part of one; code that it names as `mine` is the page's, the first of a name."""

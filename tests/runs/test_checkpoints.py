@@ -12,6 +12,7 @@ from upweight.runs.checkpoints import (
     last_whole_checkpoint,
     mark_whole,
     named_checkpoint,
+    nothing_to_resume,
     set_aside,
     step_of,
     write_text,
@@ -115,3 +116,19 @@ def test_text_replaces_what_was_there_at_once(tmp_path):
     write_text(tmp_path / "a.json", "two")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text() == "two"
+
+
+def test_a_run_without_checkpoints_is_named_with_those_beside_it(tmp_path):
+    made(tmp_path / "dpo-out", 4)
+    made(tmp_path / "staged" / "stage-1-sft", 4)
+    assert nothing_to_resume(tmp_path / "dpo-out") is None
+    message = nothing_to_resume(tmp_path / "dpo-uot")
+    assert message.startswith(f"nothing to resume: {tmp_path / 'dpo-uot'} does not exist, so this run starts anew.")
+    assert f"Runs with checkpoints beside it: {tmp_path / 'dpo-out'}, {tmp_path / 'staged'}." in message
+    assert message.endswith(f"Did you mean output_dir={tmp_path / 'dpo-out'}?")
+    assert "\n" not in message
+    # The user names the folder of all stages, and the later stages of one run are no other run.
+    assert "dpo-out." in nothing_to_resume(tmp_path / "staged" / "stage-2-dpo")
+    (tmp_path / "empty" / "mine").mkdir(parents=True)
+    alone = nothing_to_resume(tmp_path / "empty" / "mine")
+    assert alone.endswith("mine has no checkpoint, so this run starts anew.")

@@ -8,6 +8,7 @@ import pytest
 from made_runs import HOLDER
 from upweight.errors import UserError
 from upweight.runs.lock import lock_folder
+from upweight.runs.record import earlier_run
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    refused = pytest.raises(UserError, match=r"output_dir: .*file/run cannot be written to: Not a directory")
-    with refused, lock_folder(tmp_path / "file" / "run"):
-        pass
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert earlier_run(folder) is None  # `train` asks before it takes the lock
+        with pytest.raises(UserError, match=r"output_dir: .*/file is a file\. Name"), lock_folder(folder):
+            pass

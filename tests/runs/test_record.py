@@ -6,7 +6,8 @@ import os
 import pytest
 
 from upweight.errors import UserError
-from upweight.runs.record import recorded
+from upweight.runs.files import this_machine
+from upweight.runs.record import earlier_run, recorded
 
 
 def record_of(folder):
@@ -52,3 +53,33 @@ def test_a_report_that_cannot_be_written_is_said_and_does_not_fail_the_run(tmp_p
         pass
     assert record_of(tmp_path)["state"] == "done"
     assert "the report could not be written" in caplog.text
+
+
+def written(folder, checkpoint=None, **record):
+    (folder / "metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n')
+    (folder / "run.json").write_text(json.dumps({"state": "running", "machine": this_machine(), **record}))
+    if checkpoint is not None:
+        (folder / f"checkpoint-{checkpoint}").mkdir()
+        (folder / f"checkpoint-{checkpoint}" / "whole.json").write_text("{}")
+
+
+def test_a_run_whose_process_is_gone_was_killed_and_continues_from_its_checkpoint(tmp_path):
+    gone = 2**22 + 1  # more than any process id
+    written(tmp_path, checkpoint=4, pid=gone)
+    earlier = earlier_run(tmp_path)
+    assert earlier.holds == f"a run of 5 steps, which was killed (its process {gone} is gone)"
+    assert earlier.ways.startswith("`--resume` continues it from step 4, `--overwrite` trains anew")
+
+
+def test_a_killed_run_without_a_checkpoint_cannot_be_resumed(tmp_path):
+    written(tmp_path, pid=2**22 + 1)
+    assert earlier_run(tmp_path).ways.startswith("It left no checkpoint: `--overwrite` trains anew")
+
+
+def test_a_run_that_trains_now_is_waited_for_or_ended(tmp_path):
+    written(tmp_path, checkpoint=4, pid=os.getpid())
+    assert earlier_run(tmp_path) == (
+        f"a run of 5 steps, which process {os.getpid()} is training", "Wait for it, or end it"
+    )  # fmt: skip
+    written(tmp_path, pid=os.getpid(), machine="another")
+    assert "which runs on another machine, or was killed there" in earlier_run(tmp_path).holds

@@ -14,7 +14,6 @@ from upweight.doctor.method_check.checks import check
 from upweight.doctor.method_check.numbers import UNITS, NumberStep
 from upweight.doctor.method_check.targets import methods_of
 from upweight.errors import UserError
-from upweight.methods import METHODS
 from upweight.train.api.as_config import build_config
 from upweight.train.run import train
 from upweight.types import Outputs
@@ -108,16 +107,13 @@ def test_a_method_trains_from_a_config_reads_its_rows_and_resumes(model_folder, 
         tmp_path, model_folder, rl=f"{name}.Margin", margin={"target": 0.5}, learning_rate=3e-3, num_epochs=4,
         save_steps=4, datasets=[{"path": str(tmp_path / "pairs.jsonl")}],
     )  # fmt: skip
-    try:
-        train(load_config(file))
-        lines = metrics_of(tmp_path / "out")
-        assert lines[-1]["loss"] < lines[0]["loss"]
-        assert "rewards/margins" in lines[0]
-        without_last_checkpoint(tmp_path / "out", "checkpoint-4")
-        train(load_config(tmp_path / "out" / "config.yaml"), resume=True)
-        assert metrics_of(tmp_path / "out") == lines
-    finally:
-        del METHODS[f"{name}.Margin"]
+    train(load_config(file))
+    lines = metrics_of(tmp_path / "out")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "rewards/margins" in lines[0]
+    without_last_checkpoint(tmp_path / "out", "checkpoint-4")
+    train(load_config(tmp_path / "out" / "config.yaml"), resume=True)
+    assert metrics_of(tmp_path / "out") == lines
 
 
 def squared(logps, advantages, tau=0.1):

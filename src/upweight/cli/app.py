@@ -35,25 +35,14 @@ def validate(
     overrides: Overrides = None,
     *,
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Look for data files and at their columns.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Look for files of data and model, and at columns.")
+    ] = True,
 ) -> None:
     """Check a config, its data files and their columns, without loading anything."""
-    from upweight.cli.inputs import check_lengths, load_with_notices
-    from upweight.config.rules import NOT_VALIDATED
-    from upweight.config.zero import unread_options
-    from upweight.data.sources.first_look import data_problems
-    from upweight.rewards.builtin.spec import check_specs
+    from upweight.cli.validate import run
 
-    loaded = load_with_notices(config, overrides, fragment=fragment, asks_hub=False)
-    check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
-    if problems := [*data_problems(loaded), *unread_options(loaded)] if data and not fragment else []:
-        remedy = "where another machine has the files: --no-data"
-        raise UserError("\n".join([*problems, f"({remedy})"]))
-    if data and not fragment:
-        check_lengths(loaded)
-    if not fragment:
-        logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), config)
-    print("ok")
+    run(config, overrides or [], fragment=fragment, data=data)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -153,10 +142,10 @@ def fits(
         float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU; default: of the one here.")
     ] = None,
 ) -> None:
-    """Estimate which ways of training a model fit on a GPU, and what to change."""
+    """Estimate which ways of training a model fit on a GPU, and what to change; exits with 1 if this one does not."""
     from upweight.cli.fits import run
 
-    run(target, overrides or [], memory=memory, method=method)
+    raise typer.Exit(run(target, overrides or [], memory=memory, method=method))
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -169,10 +158,11 @@ def rewards(
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; default: as in training.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try the rewards of a config without training."""
+    """Try the rewards of a config without training; exits with 1 if one fails, or if none separates completions."""
     from upweight.cli.rewards import run
 
-    run(config, overrides or [], completions=completions, prompts=prompts, count=count, as_json=as_json)
+    ways = {"completions": completions, "prompts": prompts, "count": count}
+    raise typer.Exit(run(config, overrides or [], **ways, as_json=as_json))
 
 
 @app.command("vllm-serve", **TAKES_OVERRIDES)

@@ -22,15 +22,17 @@ CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_m
 Way = tuple[TrainedWeights, str]  # which weights, in which mode
 
 
-def run(target: str | Path, overrides: list[str], *, memory: float | None, method: str | None = None) -> None:
-    """Print one line for each way of training, and whether the config fits or what to change."""
+def run(target: str | Path, overrides: list[str], *, memory: float | None, method: str | None = None) -> int:
+    """Print one line for each way of training, and whether the config fits or what to change; return 1 if not."""
     config = _config_of(target, overrides, method)
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
     modes = {mode: _config_of(target, [*overrides, f"memory={mode}"], method) for mode in MODES}
-    print("\n".join(report(config, modes, memory * GIB)))
+    lines, is_fitting = report(config, modes, memory * GIB)
+    print("\n".join(lines))
+    return int(not is_fitting)
 
 
 def _config_of(target: str | Path, overrides: list[str], method: str | None) -> Config:
@@ -45,8 +47,8 @@ def _config_of(target: str | Path, overrides: list[str], method: str | None) -> 
     return parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
 
 
-def report(config: Config, modes: dict[str, Config], card: float) -> list[str]:
-    """Return the estimates as lines, the config's way marked, and the answer; `modes`: the config in each mode."""
+def report(config: Config, modes: dict[str, Config], card: float) -> tuple[list[str], bool]:
+    """Return the estimates as lines, the config's way marked, and whether it fits; `modes`: the config in each mode."""
     model, configured = ModelNeeds.of(config), (trained_weights(config), config.optim.memory)
     plans: dict[Way, MemoryPlan] = {
         (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
@@ -64,7 +66,7 @@ def report(config: Config, modes: dict[str, Config], card: float) -> list[str]:
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
     about = f"{what}{beside}, {sequences} to a forward; GiB of {card / GIB:.0f}, bfloat16; * is this config"
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [about, *table, answer(config, modes, plans)]
+    return [about, *table, answer(config, modes, plans)], plans[configured].fits
 
 
 def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:

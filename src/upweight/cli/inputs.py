@@ -2,19 +2,17 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from upweight.config import Config, load_config, parse_config
-from upweight.config.rules.feeds import COUNTED, UNKNOWN_LENGTH, without_end
+from upweight.config import Config, ConfigError, load_config, parse_config
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
-from upweight.data.sources.lookup import cannot_be_on_hub, existing, file_suffix
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.runs.files import RECORD, no_such_run, read_json
@@ -34,14 +32,22 @@ class TrainedModel:
 def load_with_notices(
     path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True
 ) -> Config:
-    """Load a config and show its notices as warnings."""
+    """Load a config and show its notices as warnings, also where it has errors."""
     overrides = overrides or []
-    config = read_config(path, overrides, fragment=fragment, asks_hub=asks_hub)
-    for notice in config.notices:
+    try:
+        config = read_config(path, overrides, fragment=fragment, asks_hub=asks_hub)
+    except ConfigError as error:
+        _show_notices(error.notices, path, overrides)
+        raise
+    _show_notices(config.notices, path, overrides)
+    return config
+
+
+def _show_notices(notices: Sequence[str], path: Path, overrides: list[str]) -> None:
+    for notice in notices:
         # The config of a run has every key, so that only the keys of the command line are the user's.
         if not _is_of_run(path) or any(notice.startswith(one.partition("=")[0]) for one in overrides):
             warn_once(notice)
-    return config
 
 
 def read_config(path: Path, overrides: list[str], *, fragment: bool = False, asks_hub: bool = True) -> Config:
@@ -82,18 +88,6 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     client = create()
     client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], limit]}
     return client
-
-
-def check_lengths(config: Config) -> None:
-    """Refuse a stream from a local folder whose files do not say how many rows they have; warn of one on the hub."""
-    for stage in config.stages or (config,):
-        for row in without_end(stage):
-            here = existing(row.path, stage.folder)
-            if row.path and here is None and not cannot_be_on_hub(row.path):
-                warn_once(f"{UNKNOWN_LENGTH} ({row.path} is not here; a stream of the hub has no known length)")
-            files = [file for file in here.rglob("*") if file.is_file()] if here and here.is_dir() else []
-            if files and not any(file_suffix(file) == f".{COUNTED}" for file in files):
-                raise UserError(UNKNOWN_LENGTH)
 
 
 def find_trained(target: str, overrides: list[str], *, or_base: bool = False) -> TrainedModel:

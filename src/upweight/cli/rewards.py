@@ -15,8 +15,8 @@ WIDTH = 120  # of the table where there is no terminal
 
 def run(
     path: Path, overrides: list[str], *, completions: Path | None, prompts: int, count: int | None, as_json: bool
-) -> None:
-    """Print what each reward gives, as tables and remarks or as one JSON object."""
+) -> int:
+    """Print what each reward gives, as tables and remarks or as one JSON object; return 1 if they cannot train."""
     config = load_with_notices(path, overrides)
     from upweight.train.online.try_rewards import try_on_rows, try_on_samples
 
@@ -25,7 +25,7 @@ def run(
     plain = tried.as_plain()
     if as_json:
         print(json.dumps(plain, ensure_ascii=False))
-        return
+        return int(not plain["works"])
     console = Console(width=None if Console().is_terminal else WIDTH)
     total = plain["completions"]
     table = Table(title=f"{total} completions of {plain['prompts']} prompts")
@@ -45,3 +45,4 @@ def run(
                 console.print(f"{reward['name']}, {kind} {example['score']:.4g}: {text}", markup=False, highlight=False)
     for line in [f"- {remark}" for remark in plain["remarks"]] or ["Every reward separates completions."]:
         console.print(line, markup=False, highlight=False)
+    return int(not plain["works"])

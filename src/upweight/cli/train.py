@@ -77,8 +77,8 @@ def _refuse_used_folder(config: Config, *, resume: bool) -> None:
         folder = Path(stage.run.output_dir)
         goes_on = stage.run.auto_resume or stage.run.resume_from is not None
         if not goes_on and (earlier := earlier_run(folder)) is not None:
-            ways = "`--resume` continues it, `--overwrite` trains anew and replaces its model and metrics"
-            raise UserError(f"output_dir: {folder} holds {earlier}. {ways}; or set another: output_dir=NAME.")
+            remedy = f"{earlier.ways}; or set another: output_dir=NAME"
+            raise UserError(f"output_dir: {folder} holds {earlier.holds}. {remedy}.")
 
 
 def run_evaluate(target: Path, overrides: list[str], *, start: Start, checkpoint: int | None = None) -> None:

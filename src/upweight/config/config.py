@@ -13,6 +13,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection, Teacher
 from upweight.config.sections.rollout import GymSection, RolloutSection, VllmSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.config.sections.training import OptimSection, ShardingSection
+from upweight.errors import UserError
 from upweight.methods import METHODS
 from upweight.methods.base import Method
 from upweight.settings import Key, Section, UserPath, keys_of, setting
@@ -63,6 +64,15 @@ class Config:
     folder: Path  # of the YAML file; relative paths are also looked up from here
     notices: tuple[str, ...] = ()
     stages: tuple["Config", ...] = ()  # one config per stage; this config is then that of the last stage
+
+
+class ConfigError(UserError):
+    """The errors of a config, with the notices about the rest of it."""
+
+    def __init__(self, errors: Iterable[str], notices: Iterable[str] = (), drafts: Iterable[Config] = ()) -> None:
+        super().__init__("\n".join(dict.fromkeys(errors)))
+        self.notices = tuple(dict.fromkeys(notices))
+        self.drafts = tuple(drafts)  # what the other keys describe, by stage; none where the method is in doubt
 
 
 SECTIONS: dict[str, type[Section]] = {

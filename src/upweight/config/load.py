@@ -1,4 +1,4 @@
-"""Reads a YAML file into a checked Config, or raises one UserError that lists every error."""
+"""Reads a YAML file into a checked Config, or raises one error that lists all that is wrong."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from upweight.config.config import SECTIONS, Config, blocks, general_keys, how_to_choose, method_keys
+from upweight.config.config import SECTIONS, Config, ConfigError, blocks, general_keys, how_to_choose, method_keys
 from upweight.config.explain import brief, explain, show
 from upweight.config.modernise import Findings, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
@@ -18,7 +18,7 @@ from upweight.config.sections.data import DatasetSpec
 from upweight.config.stages import parse_stages
 from upweight.config.user_method import with_registered
 from upweight.config.yaml_file import apply_overrides, read_yaml
-from upweight.errors import UserError, closest, did_you_mean
+from upweight.errors import closest, did_you_mean
 from upweight.methods import METHODS
 from upweight.methods.users.function import path_of
 from upweight.settings import Section
@@ -54,8 +54,10 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
     config = resolve(Config(**sections, method=method, set_keys=flat, folder=folder))
     errors, warnings = check(config, fragment=fragment)
     findings.errors += errors
+    if any(error.startswith("rl:") for error in findings.errors):  # so that the method of the draft is a guess
+        raise ConfigError(findings.errors, findings.notices)
     if findings.errors:
-        raise UserError("\n".join(dict.fromkeys(findings.errors)))
+        raise ConfigError(findings.errors, (*findings.notices, *warnings), [config])
     return replace(config, notices=tuple(dict.fromkeys((*findings.notices, *warnings))))
 
 

@@ -41,23 +41,24 @@ def resolve(config: Config) -> Config:
 def memory_settings(config: Config) -> dict[str, Any]:
     """Return what the key `memory` sets, by YAML path: keys that the config does not have itself."""
     optim, given = config.optim, config.set_keys
+    written = given.get("gradient_checkpointing_kwargs") or {}  # those of a resolved config are in `optim` too
     whole = not (_resolve_sharding(config)["fsdp"] or config.sharding.deepspeed)  # weights and activations on each rank
     options: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     if optim.memory == "lean":
-        options = {} if "keep" in optim.checkpointing_args else {"every_layer": True}
+        options = {} if "keep" in written else {"every_layer": True}
         settings = {"gradient_checkpointing": True, "token_budget": LEAN_TOKENS, "head_chunk_tokens": LEAN_HEAD_TOKENS}
         settings |= {"activation_offloading": True} if whole else {}
         settings |= {"reference_offloading": True} if whole and _has_movable_reference(config) else {}
         in_process = config.method.online and config.rollout.backend == IN_PROCESS
         settings |= {"trl.release_sampler": True} if in_process else {}
     elif optim.memory == "fast" and whole and config.sharding.context_parallel_size == 1:
-        options = {} if optim.checkpointing_args.get("every_layer") else {"keep": FAST_SHARE}
+        options = {} if written.get("every_layer") else {"keep": FAST_SHARE}
         settings = {"gradient_checkpointing": True}
     settings = {path: value for path, value in settings.items() if path not in given}
-    missing = {name: value for name, value in options.items() if name not in optim.checkpointing_args}
+    missing = {name: value for name, value in options.items() if name not in written}
     if missing and settings.get("gradient_checkpointing", optim.gradient_checkpointing):
-        settings["gradient_checkpointing_kwargs"] = {**optim.checkpointing_args, **missing}
+        settings["gradient_checkpointing_kwargs"] = {**written, **missing}
     return settings
 
 
@@ -112,7 +113,8 @@ def _resolve_method(config: Config) -> Method:
 def _resolve_batch_size(config: Config) -> dict[str, int]:
     optim = config.optim
     all_unset = not (optim.micro_batch_size or optim.accumulation or optim.batch_size)
-    micro = optim.micro_batch_size or (group_size(config) if all_unset else 1)
+    default = group_size(config) if config.method.online else config.method.default_batch
+    micro = optim.micro_batch_size or (default if all_unset else 1)
     return {"micro_batch_size": micro, "accumulation": optim.accumulation or max((optim.batch_size or 0) // micro, 1)}
 
 

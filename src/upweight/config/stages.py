@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from upweight.config.config import Config, blocks, general_keys, method_keys
+from upweight.config.config import Config, ConfigError, blocks, general_keys, method_keys
 from upweight.config.explain import brief
 from upweight.config.yaml_file import copy_tree
 from upweight.errors import UserError
@@ -26,16 +26,18 @@ def parse_stages(
     merged = [_merge_stage(common, {key: value for key, value in stage.items() if key != "name"}) for stage in stages]
     methods = [method_of(whole) for whole in merged]
     errors: list[str] = []
+    notices: list[str] = []
     configs: list[Config] = []
     for number, (stage, whole) in enumerate(zip(stages, merged, strict=True)):
         _drop_unread_keys(whole, stage, methods[number], methods)
         try:
             configs.append(parse(whole))
         except UserError as error:
+            notices += error.notices if isinstance(error, ConfigError) else ()
             errors += [_with_stage_prefix(line, number, stage, common) for line in str(error).splitlines()]
     errors += _stage_errors(stages, configs) if not errors else []
     if errors:
-        raise UserError("\n".join(dict.fromkeys(errors)))
+        raise ConfigError(errors, [*notices, *(notice for config in configs for notice in config.notices)])
     return _chain_stages(stages, configs)
 
 

@@ -1,6 +1,6 @@
 """Plain texts for a model with a chat template: made turns where the entry asks for it, else a warning."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upweight.config.rules.data import CHAT_KINDS
@@ -64,17 +64,24 @@ def _columns_of(setup: Setup) -> dict[str, str]:
     return columns
 
 
-def say_plain_text(setup: Setup, where: str, row: Mapping[str, Any]) -> None:
-    """Warn that the prompts of an entry are plain text for a model with a chat template, unless the entry says so."""
+def has_plain_prompts(setup: Setup, row: Mapping[str, Any]) -> bool:
+    """Return whether prompts are plain text for a model with a chat template, and the entry does not ask for it."""
     template = getattr(setup.tokens.tokenizer, "chat_template", None)
     has_choice = setup.method.formats() in CHAT_KINDS and not isinstance(setup.entry.type, str)
     if setup.entry.as_messages is not None or not template or not has_choice:
-        return
+        return False
     prompt = Row(row).value(_columns_of(setup)["prompt"])
     marks = [mark for mark in setup.tokens.tokenizer.all_special_tokens if len(mark) > 2]
-    if isinstance(prompt, str) and not any(mark in prompt for mark in marks):
-        warn_once(
-            f"{where}: these prompts are plain text, and the model's chat template is not applied to them, while "
-            "`upweight inference` applies it. `as_messages: true` in this entry trains on them as turns of a user and "
-            "an assistant; `as_messages: false` keeps plain text without this line"
-        )
+    return isinstance(prompt, str) and not any(mark in prompt for mark in marks)
+
+
+def warn_of_plain_prompts(places: Sequence[str]) -> None:
+    """Warn once of all entries whose prompts are plain text."""
+    if not places:
+        return
+    entry = "this entry" if len(places) == 1 else "these entries"
+    warn_once(
+        f"{', '.join(places)}: these prompts are plain text, and the model's chat template is not applied to them, "
+        f"while `upweight inference` applies it. `as_messages: true` in {entry} trains on them as turns of a user and "
+        "an assistant; `as_messages: false` keeps plain text without this line"
+    )

@@ -11,6 +11,7 @@ from upweight.config.view import ConfigView
 from upweight.data.chat_rows import read_as_messages
 from upweight.data.examples import Example, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
+from upweight.data.formats.markup import FAMILIES, family_of
 from upweight.data.images import Loaded, RowImages, expanded, with_images
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.transforms import RowFilter, Transform
@@ -38,6 +39,9 @@ def build_encoder(  # noqa: PLR0917
 ) -> "Encoder":
     """Build the encoder for the rows of one entry of `datasets` (or `test_datasets`)."""
     template = chat_template(data, entry, tokenizer, folder)
+    _warn_of_split_marks("datasets.type", entry.type, tokenizer)
+    if template.source is not None:
+        _warn_of_split_marks("chat_template", entry.chat_template or data.chat_template, tokenizer)
     reader = MessageReader(entry, data.default_system_message)
     sees, function = method.teacher_sees, None
     if sees is not None and "{" not in sees:
@@ -49,6 +53,21 @@ def build_encoder(  # noqa: PLR0917
         cfg = ConfigView({**cfg, "datasets": cfg.get("test_datasets")})
     chosen = RowFilter(load_function(entry.filter, folder, "datasets.filter"), entry.filter) if entry.filter else None
     return Encoder(setup, _transform(setup, entry_index, cfg, folder), chosen)
+
+
+def _warn_of_split_marks(key: str, name: object, tokenizer: Any) -> None:
+    """Warn where a format or template writes marks of turns that are no tokens of the model."""
+    family = family_of(name)
+    missing = FAMILIES[family].missing_from(tokenizer) if family else []
+    if missing:
+        marks = " and ".join(missing)
+        remedy = "leave it out to train with the model's own template"
+        if key == "datasets.type":
+            remedy = "`as_messages: true` without it, or 'type: chat_template', applies the model's own template"
+        warn_once(
+            f"{key}: '{name}' writes {marks}, which are no tokens of this model: they are split like other text. "
+            f"{remedy[0].upper()}{remedy[1:]}; `tokens: {missing}` adds them"
+        )
 
 
 def row_images(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder: Path) -> RowImages | None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from transformers import AutoConfig
 
 from upweight.config import Config
-from upweight.config.rules.training import unusual_rate
+from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
@@ -65,7 +65,7 @@ def check_config(config: Config) -> list[Finding]:
 
 
 def _keys(state: CheckState) -> Iterator[Finding]:
-    harmful = set(unusual_rate(state.config))  # the others are about keys that do nothing
+    harmful = {*unusual_rate(state.config), *single_answers(state.config)}  # the others are about keys that do nothing
     for notice in state.config.notices:
         level = "warning" if notice in harmful else "note"
         yield Finding(level, "keys", notice.removesuffix("."))
@@ -191,8 +191,8 @@ def _output_dir(state: CheckState) -> Iterator[Finding]:
     if needed > free:
         remedy = "lower save_total_limit, set save_only_model, or set another output_dir"
         yield Finding("warning", "output_dir", says, remedy)
-    elif earlier_run(folder) is not None:
-        remedy = "train with --resume to continue it, with --overwrite to replace it, or set another output_dir"
-        yield Finding("note", "output_dir", f"{says}; it holds {earlier_run(folder)}", remedy)
+    elif (earlier := earlier_run(folder)) is not None:
+        remedy = f"{earlier.ways}; or set another output_dir"
+        yield Finding("note", "output_dir", f"{says}; it holds {earlier.holds}", remedy)
     else:
         yield Finding("ok", "output_dir", says)

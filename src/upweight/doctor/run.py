@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import load_config
-from upweight.config.rules.training import unusual_rate
+from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, read_json, this_machine
-from upweight.runs.health import too_early, verdicts
+from upweight.runs.health import Waiting, too_early, verdicts
 from upweight.runs.report.run import folders_of, run_status
 
 MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
@@ -69,13 +69,14 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
 
 
 def _check_rate(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
-    """Repeat the warning about a learning rate that the run gave at its start."""
+    """Repeat the warnings about a learning rate and steps of one answer that the run gave at its start."""
     beside = Path(record.get("config_folder") or folder)  # has the user's code
     try:
         config = load_config(folder / CONFIG, fragment=True, folder=beside)
     except UserError:  # of another version, or its code is gone; the metrics can be judged all the same
         return
-    yield from (Finding("warning", "keys", warning) for warning in unusual_rate(config))
+    warnings = (*unusual_rate(config), *single_answers(config))
+    yield from (Finding("warning", "keys", warning) for warning in warnings)
 
 
 def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -89,14 +90,22 @@ def _check_health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         says = f"{verdict.seen()}, at step {verdict.step}"
         yield Finding("alarm" if verdict.level == "alarm" else "warning", verdict.name, says, verdict.remedy, evidence)
     waiting = too_early(rows)
-    rules = ", ".join(f"{one.name} (from step {one.step})" for one in waiting)
+    evidence = {"waiting": [one._asdict() for one in waiting]}
     if any(one.level == "alarm" for one in waiting):
-        steps = f"{max(row['step'] for row in rows)} steps are too few for {len(waiting)} rules"
-        evidence = {"waiting": [one._asdict() for one in waiting]}
-        yield Finding("note", "too early", f"{steps}: {rules}", evidence=evidence)
+        steps = max(row["step"] for row in rows)
+        yield Finding("note", "too early", f"after {steps} steps, {_judge_later(waiting)}", evidence=evidence)
     elif not warnings:
         says = f"no health rule reports a problem in {len(rows)} logged rows"
-        yield Finding("ok", "health", says + (f"; too early for {rules}" if rules else ""))
+        later = f"; {_judge_later(waiting)}" if waiting else ""
+        yield Finding("ok", "health", says + later, evidence=evidence if waiting else {})
+
+
+def _judge_later(waiting: list[Waiting]) -> str:
+    """Say when the rules that are left judge; the JSON has all their names."""
+    first, last = waiting[0], waiting[-1]
+    if len(waiting) == 1:
+        return f"the rule '{first.name}' judges from step {first.step} on"
+    return f"{len(waiting)} rules judge later: '{first.name}' from step {first.step} on, all from step {last.step} on"
 
 
 def _resume_advice(whole: int | None) -> str:

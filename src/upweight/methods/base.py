@@ -159,6 +159,11 @@ class Method(Section, ABC):
         return None
 
     @property
+    def default_batch(self) -> int:
+        """Rows of a step where a config has no key about batches; online methods take one group."""
+        return 1
+
+    @property
     def strided(self) -> bool:
         """Whether short blocks at strides along a document are sampled instead of completions."""
         return False

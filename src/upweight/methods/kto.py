@@ -14,6 +14,7 @@ from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 LOSS = "kto_loss_type"
+KL_BATCH = 8  # answers of a step, below which the KL estimate is noisy; 1 has no other answer to be paired with
 
 
 class KTO(WithReference, Method):
@@ -56,6 +57,10 @@ class KTO(WithReference, Method):
     @property
     def mismatched(self) -> Literal["rotate", "all"] | None:
         return self.kl if self.estimates_kl else None
+
+    @property
+    def default_batch(self) -> int:
+        return KL_BATCH if self.estimates_kl else 1
 
     @property
     def label_weights(self) -> dict[bool, float] | None:

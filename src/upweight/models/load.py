@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -156,7 +156,7 @@ def load_model(
         options |= _quantization_args(adapter, dtype)
     set_seed(seed)
     try:
-        with load_failures("base_model", source, "weights"):
+        with load_failures("base_model", source, "weights"), _expert_packing(adapter):
             model, report = model_class(section, head, config).from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
@@ -295,6 +295,15 @@ def _quantization_args(adapter: AdapterSection, dtype: torch.dtype) -> dict[str,
         settings |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     config = transformers.BitsAndBytesConfig(**settings | adapter.quantisation)
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
+
+
+def _expert_packing(adapter: AdapterSection | None) -> AbstractContextManager[None]:
+    """Return a context in which the experts of a mixture are quantised as they are read, where the settings ask."""
+    if adapter is None or not adapter.pack_experts:
+        return nullcontext()
+    from upweight.models.packed_experts import packing_experts  # which imports bitsandbytes
+
+    return packing_experts()
 
 
 def _check_missing(report: dict[str, Any], source: str, head: Head, body: str, *, logs: bool) -> None:

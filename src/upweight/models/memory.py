@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import psutil
@@ -16,6 +17,7 @@ from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSe
 from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
+from upweight.models.kernels.expert_lora import WEIGHTS
 from upweight.models.load import Head, config_with_head, model_class, teacher_source
 
 GIB = 2**30
@@ -99,6 +101,7 @@ class Shape:
     linear_parameters: int
     token: TokenBytes
     vocabulary: int
+    experts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of expert weights, by their whole names
     positions: int | None = None  # that a sequence may have at most, where the model says so
 
     def head_bytes(self, savings: Savings) -> int:
@@ -137,17 +140,27 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
         if ending is not None and isinstance(weight, nn.Parameter):
             linear[ending] += sum(weight.shape)
             inside += weight.numel()
+    experts = {name: tuple(weight.shape) for name, weight in model.named_parameters() if _is_expert(name, weight)}
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
     vocabulary, positions = getattr(text, "vocab_size", 0), getattr(text, "max_position_embeddings", None)
-    return Shape(sum(sizes), max(sizes), dict(linear), inside, TokenBytes.of(text), vocabulary, positions)
+    return Shape(sum(sizes), max(sizes), dict(linear), inside, TokenBytes.of(text), vocabulary, experts, positions)
+
+
+def _is_expert(name: str, weight: nn.Parameter) -> bool:
+    return weight.ndim == 3 and name.rpartition(".")[2] in WEIGHTS
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
-    """Return the parameters of an adapter with the config's rank on the layers it names, or on all linear ones."""
+    """Return the parameters of an adapter with the config's rank on the weights it names, or on all linear layers."""
     named = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets or []
     chosen = [] if adapter.target_linear else [size for name, size in shape.linear.items() if name in named]
-    return adapter.rank * sum(chosen or shape.linear.values())
+    direct = adapter.target_parameters or []
+    direct = tuple(f".{name}" for name in ([direct] if isinstance(direct, str) else direct))
+    experts = [size for name, size in shape.experts.items() if f".{name}".endswith(direct)] if direct else []
+    if not chosen and (adapter.target_linear or named or not direct):
+        chosen = list(shape.linear.values())
+    return adapter.rank * (sum(chosen) + sum(count * (rows + columns) for count, rows, columns in experts))
 
 
 def optimizer_bytes(name: str) -> int:
@@ -160,9 +173,13 @@ def optimizer_bytes(name: str) -> int:
 
 
 def weight_bytes(shape: Shape, packed: AdapterSection | TeacherSection | None = None) -> float:
-    """Return the bytes of a model's weights in half precision; where `packed` says so, linear layers are quantised."""
+    """Return the bytes of a model's weights in half precision; `packed` says what is quantised."""
     each = next((size for name, size in QUANTISED_BYTES.items() if getattr(packed, name, False)), HALF_BYTES)
-    return each * shape.linear_parameters + HALF_BYTES * (shape.parameters - shape.linear_parameters)
+    quantised, unpacked = shape.linear_parameters, 0
+    if getattr(packed, "pack_experts", False) and shape.experts:
+        sizes = [prod(weight) for weight in shape.experts.values()]
+        quantised, unpacked = quantised + sum(sizes), max(sizes)  # of one layer at a time, for its product
+    return each * quantised + HALF_BYTES * (shape.parameters - quantised + unpacked)
 
 
 def teacher_bytes(config: Config) -> float:
@@ -201,7 +218,7 @@ def estimate(
 
     `teachers`: bytes of their weights; when offloaded they are on the device before activations are.
     """
-    packed = adapter if adapter.load_in_8bit else AdapterSection(load_in_4bit=True)
+    packed = adapter if adapter.load_in_8bit else AdapterSection(load_in_4bit=True, pack_experts=adapter.pack_experts)
     weights = weight_bytes(shape, packed if trained == "qlora" else None)
     count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
     # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.

@@ -4,15 +4,15 @@ import hashlib
 import json
 import os
 import re
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import xxhash
 
-from upweight.errors import UserError
+from upweight.errors import UserError, closest
 from upweight.files import write_text
 from upweight.log import logger
-from upweight.runs.files import read_json
+from upweight.runs.files import MOST_LISTED, MOST_LOOKED_AT, read_json
 
 WHOLE, DATA = "whole.json", "data.json"
 MERGED, MERGE_SOURCE = "merged", "merged_from.json"
@@ -101,6 +101,29 @@ def checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
     """Return step and folder of every checkpoint of a run, complete or not, newest first."""
     checkpoints = [(step, path) for path in run_folder.glob("checkpoint-*") if (step := step_of(path)) is not None]
     return sorted(checkpoints, reverse=True)
+
+
+def newest_marked(run_folder: Path) -> int | None:
+    """Return the step of the newest checkpoint that was marked as complete, without reading its files."""
+    return next((step for step, folder in checkpoints_of(run_folder) if (folder / WHOLE).is_file()), None)
+
+
+def nothing_to_resume(run_folder: Path) -> str | None:
+    """Return the message about a run without any checkpoint, with folders near it that have some; None where it has."""
+    if checkpoints_of(run_folder):
+        return None
+    is_stage = re.fullmatch(r"stage-\d+-.+", run_folder.name) is not None
+    run = run_folder.parent if is_stage else run_folder  # the user named this one
+    patterns = ("*/checkpoint-*", "*/stage-*/checkpoint-*")
+    there = islice((path for pattern in patterns for path in sorted(run.parent.glob(pattern))), MOST_LOOKED_AT)
+    others = [path.parent.parent if path.parent.name.startswith("stage-") else path.parent for path in there]
+    names = [str(path) for path in dict.fromkeys(others) if path != run]
+    state = "has no checkpoint" if run_folder.is_dir() else "does not exist"
+    near = closest(run.name, (Path(name).name for name in names))
+    meant = next((f" Did you mean output_dir={name}?" for name in names if Path(name).name == near), "")
+    listed = ", ".join(names[:MOST_LISTED]) + (", ..." if len(names) > MOST_LISTED else "")
+    known = f" Runs with checkpoints beside it: {listed}." if names else ""
+    return f"nothing to resume: {run_folder} {state}, so this run starts anew.{known}{meant}"
 
 
 def last_whole_checkpoint(run_folder: Path) -> Path | None:

@@ -71,7 +71,7 @@ class JsonLines:
                     self._inode = stat.st_ino
                 file.seek(self._read)
                 whole, end, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._reset()
             return self.rows
         self._read += len(whole) + len(end)

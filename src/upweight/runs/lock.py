@@ -10,7 +10,7 @@ from pathlib import Path
 
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.runs.files import this_machine
+from upweight.runs.files import this_machine, unwritable_reason
 
 LOCK = ".lock"
 
@@ -24,7 +24,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         file = _lock_file(path)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise UserError(f"output_dir: {folder} cannot be written to: {error.strerror}. Name another.") from error
+            why = unwritable_reason(folder) or f"{folder} cannot be written to: {error.strerror}"
+            raise UserError(f"output_dir: {why}. Name another folder.") from error
         logger.warning("warning: %s has no locks; two runs into it would not notice each other", folder)
         yield
         return

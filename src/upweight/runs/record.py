@@ -8,15 +8,16 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from upweight.errors import UserError
 from upweight.files import storage_error, write_text
 from upweight.log import logger
 from upweight.processes import start_ticks
-from upweight.runs.checkpoints import checkpoints_of, is_whole
+from upweight.runs.checkpoints import checkpoints_of, is_whole, newest_marked
 from upweight.runs.files import CONFIG, RECORD, metrics_of, read_json, this_machine
 from upweight.runs.report.page import write_report
+from upweight.runs.report.run import run_status
 
 TRAINED = ("adapter_config.json", "config.json")
 GPU_LOST = ("GPU is lost", "fallen off the bus", "uncorrectable ECC error", "no CUDA-capable device", "device lost")
@@ -42,16 +43,33 @@ def _length(rows: Any) -> int | None:
         return None
 
 
-def earlier_run(folder: Path) -> str | None:
-    """Return what a run left in a folder, for a message; None where none has trained there."""
+class EarlierRun(NamedTuple):
+    """What a run left in a folder, and what can be done about it, for a message."""
+
+    holds: str
+    ways: str
+
+
+def earlier_run(folder: Path) -> EarlierRun | None:
+    """Return what a run left in a folder; None where none has trained there."""
     steps = max((row["step"] for row in metrics_of(folder)), default=None)
     trained = (folder / CONFIG).is_file() and any((folder / name).is_file() for name in TRAINED)
     if steps is None and not trained:
         return None
-    state = read_json(folder / RECORD).get("state", "")
-    words = {"done": "finished", "failed": "failed", "stopped": "was stopped", "running": "runs, or was killed"}
+    record = read_json(folder / RECORD)
+    state = run_status(record, there=True, logged=True)["state"]
+    is_here = record.get("machine") == this_machine()
+    running = f"process {record.get('pid')} is training" if is_here else "runs on another machine, or was killed there"
+    words = {"done": "finished", "failed": "failed", "stopped": "was stopped", "running": running}
+    words["killed"] = f"was killed (its process {record.get('pid')} is gone)"
     counted = "a trained model" if steps is None else f"a run of {steps} steps"
-    return counted + (f", which {words[state]}" if state in words else "")
+    holds = counted + (f", which {words[state]}" if state in words else "")
+    if state == "running" and is_here:
+        return EarlierRun(holds, "Wait for it, or end it")
+    step, anew = newest_marked(folder), "`--overwrite` trains anew and replaces its model and metrics"
+    if step is None and state in ("failed", "stopped", "killed"):
+        return EarlierRun(holds, f"It left no checkpoint: {anew}")
+    return EarlierRun(holds, f"`--resume` continues it{f' from step {step}' if step else ''}, {anew}")
 
 
 @contextlib.contextmanager

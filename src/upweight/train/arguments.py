@@ -183,9 +183,9 @@ def set_for_feed(arguments: TrainingArguments) -> None:
 
 
 def _warmup_steps(config: Config, total: int) -> int:
-    """Return the steps of linear warm-up; by default 3% of all, at most 100."""
+    """Return the steps of linear warm-up; by default 3% of all, at most 100, and none where there is one step."""
     optim = config.optim
-    steps = min(math.ceil(0.03 * total), 100)
+    steps = min(math.ceil(0.03 * total), 100, total - 1)  # the first step of a warm-up has a rate of 0
     if optim.warmup_steps is not None:
         steps = math.ceil(optim.warmup_steps * total) if optim.warmup_steps < 1 else int(optim.warmup_steps)
     elif optim.warmup_ratio is not None:

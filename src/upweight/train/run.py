@@ -20,7 +20,15 @@ from upweight.errors import UserError
 from upweight.files import remove_partials
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
-from upweight.runs.checkpoints import MERGED, last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.runs.checkpoints import (
+    MERGED,
+    checkpoints_of,
+    last_whole_checkpoint,
+    named_checkpoint,
+    nothing_to_resume,
+    set_aside,
+    step_of,
+)
 from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
@@ -40,7 +48,10 @@ from upweight.train.trainer import MethodTrainer
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
     """Train the model of a config and write the run folder; `watchers` are further callbacks."""
     folder = Path(config.run.output_dir)
-    lock = lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    if is_first and resume and config.run.resume_from is None and (missing := nothing_to_resume(folder)):
+        logger.warning("warning: %s", missing)
+    lock = lock_folder(folder) if is_first else nullcontext()
     with heartbeat(), activity(f"training into {folder}"), lock:
         finished_before = _train_into(folder, config, resume, watchers)
     use = f'inference {folder} --prompt "..."' if config.method.head == "tokens" else f"score {folder} ROWS.jsonl"
@@ -103,7 +114,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 
 def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, resume: bool) -> None:
     """Write config.yaml and move checkpoints away that are newer than the one to resume from."""
-    if resume and checkpoint is None:
+    if resume and checkpoint is None and checkpoints_of(folder):
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else []
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)

@@ -37,6 +37,7 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
+from upweight.train.recording.model_card import card_arguments
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
@@ -371,12 +372,9 @@ class MethodTrainer(Trainer):
             super().init_hf_repo(token)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md to the run folder: the card of the run, else that of the Trainer."""
+        """Write README.md to the run folder: the card of the run, else that of the Trainer, which takes TRL's names."""
         if self.card is None:
-            if len(args) < 3:  # tags are the third argument
-                passed = kwargs.get("tags") or []
-                tags = [passed] if isinstance(passed, str) else list(passed)
-                kwargs["tags"] = [*dict.fromkeys([*tags, *(getattr(self.model, "model_tags", None) or [])])]
+            kwargs = card_arguments(kwargs, getattr(self.model, "model_tags", None), tagged=len(args) > 2)
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
             write_text(Path(self.args.output_dir or ".") / "README.md", self.card())

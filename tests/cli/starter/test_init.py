@@ -11,7 +11,9 @@ from slow_cases import slow_except
 from upweight.cli.app import app
 from upweight.cli.starter.init import STARTERS, starter_files, write_starter
 from upweight.config import load_config
+from upweight.config.config import NOT_BY_RL
 from upweight.errors import UserError
+from upweight.methods import METHODS
 from upweight.train.run import train
 
 VISION = [name for name in STARTERS if name.startswith("vlm-")]
@@ -41,11 +43,18 @@ def test_every_starter_validates_and_trains(method, model_folder, teacher_folder
     monkeypatch.chdir(tmp_path / method)
     assert command("validate", "config.yaml").stdout == "ok\n"
     small = ["max_steps=2", "micro_batch_size=8", "chat_template=chatml", "sequence_len=256", "val_set_size=2"]
-    small += ["trl.num_generations=4", "trl.max_completion_length=8"] if method in ("grpo", "gdpo", "ebft") else []
+    small += (
+        ["trl.num_generations=4", "trl.max_completion_length=8"] if method in ("grpo", "gdpo", "rloo", "ebft") else []
+    )
     small += ["trl.max_completion_length=8", f"distill.teacher={teacher_folder}"] if method == "distill" else []
     train(load_config(Path("config.yaml"), [f"base_model={model_folder}", *small]))
     rows = metrics_of(tmp_path / method / "out")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+def test_every_method_that_rl_names_has_a_starter():
+    assert {name for name in METHODS if name not in NOT_BY_RL} <= STARTERS.keys()
+    assert {"sft", "reward", "prm"} <= STARTERS.keys()
 
 
 def starter_with_images(method, model, monkeypatch, *keys):

@@ -149,3 +149,22 @@ def test_what_cannot_be_done(tmp_path):
     assert (wrong.returncode, "Did you mean 'dpo'" in wrong.stderr) == (2, True)
     unfit = upweight("new", "mine.csv", "--method", "kto", folder=tmp_path)
     assert "kto needs prompt, completion, label" in unfit.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "chat"),
+    [
+        ("org/Tiny-1B-Instruct", True),
+        ("org/gemma-9-2b-it", True),
+        ("org/Llama-Chat-v1.gguf", True),
+        ("org/Bitty-1B", False),
+    ],
+)
+def test_without_a_tokenizer_the_name_of_a_model_says_whether_it_is_one_for_chats(name, chat, tmp_path):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    done = upweight("new", "mine.csv", "--model", name, "--yes", folder=tmp_path, HF_HUB_OFFLINE=1)
+    assert done.returncode == 0, done.stderr
+    (entry,) = yaml.safe_load((tmp_path / "config.yaml").read_text())["datasets"]
+    assert entry.get("as_messages") is (True if chat else None)
+    said = "the model's name is that of a chat model" if chat else "Then add `as_messages: true` to the entry"
+    assert said in done.stderr

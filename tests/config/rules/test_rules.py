@@ -193,6 +193,12 @@ BROKEN = {
     "unfrozen_parameters: is for full": {**WHOLE, **LORA, "unfrozen_parameters": ["a"]},
     "model_type: this method needs a model 'ForCausalLM'": {**WHOLE, "model_type": "BertForTokenClassification"},
     "model_kwargs: 'dtype' is set by": {**WHOLE, "model_kwargs": {"dtype": "float16"}},
+    "quantize_moe_experts: experts are quantised to 4 bits": {
+        **WHOLE, "adapter": "lora", "load_in_8bit": True, "lora_target_linear": True, "quantize_moe_experts": True,
+    },
+    "quantize_moe_experts: experts in 4 bits are not sharded": {
+        **WHOLE, **QLORA, "fsdp": True, "quantize_moe_experts": True,
+    },
     "load_in_4bit, load_in_8bit: the weights of a GGUF": {**WHOLE, **QLORA, "gguf_file": "x.gguf"},
     "sync_ref_model: a separate reference": {**DPO, **LORA, "sync_ref_model": True, "rl_adapter_ref_model": True},
     "neftune_noise_alpha: noise on embeddings": {**DPO, "neftune_noise_alpha": 5.0},
@@ -328,6 +334,7 @@ ODD = {
     "bfloat16: weights are trained": {**WHOLE, "bfloat16": True},
     "trl.vllm_sync_interval: no effect on training": {**GRPO, "trl": {**GRPO["trl"], "vllm_sync_interval": 2}},
     "learning_rate: 0.1 is far above": {**WHOLE, "learning_rate": 0.1},
+    "micro_batch_size: a step of one answer": {**WHOLE, "rl": "kto", "micro_batch_size": 1},
     "ebft.stride: no effect": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
     "ebft.diversity_coef: whit": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
 }
@@ -370,6 +377,14 @@ def test_every_rule_has_a_config_that_breaks_it():
 )
 def test_plain_configs_have_nothing_to_say(content):
     assert notices(content) == ()
+
+
+@pytest.mark.parametrize(("loss", "rows"), [("kto", 8), ("apo_zero_unpaired", 1)])
+def test_a_step_of_kto_has_answers_to_estimate_the_kl_from(loss, rows):
+    content = {**WHOLE, "rl": "kto", "kto_loss_type": loss}
+    config = parse_config(content, folder=Path())
+    assert (config.optim.micro_batch_size, config.notices) == (rows, ())
+    assert notices({**content, "micro_batch_size": 1, "gradient_accumulation_steps": 2}) == ()
 
 
 @pytest.mark.parametrize(

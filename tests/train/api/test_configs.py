@@ -39,10 +39,15 @@ def test_every_public_name_is_there():
 
 
 def test_names_of_trl_that_are_not_here_are_answered_with_what_to_use():
-    with pytest.raises(ImportError, match=r"no TrlParser: parse the configs with `transformers\.HfArgumentParser`"):
-        from upweight import TrlParser  # noqa: F401 # pyright: ignore
-    with pytest.raises(ImportError, match=r"no get_peft_config: pass a `peft\.LoraConfig`"):
-        from upweight import get_peft_config  # noqa: F401 # pyright: ignore
+    with pytest.raises(ImportError, match=r"no get_dataset: load rows with `datasets\.load_dataset`"):
+        from upweight import get_dataset  # noqa: F401 # pyright: ignore
+
+
+def test_names_of_trl_can_be_asked_for():
+    assert not hasattr(upweight, "get_dataset")
+    assert getattr(upweight, "DatasetMixtureConfig", None) is None
+    with pytest.raises(AttributeError, match=r"no get_dataset: load rows"):
+        upweight.get_dataset  # noqa: B018 # pyright: ignore
 
 
 def test_unknown_names_are_attribute_errors():

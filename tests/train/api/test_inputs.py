@@ -1,6 +1,7 @@
 """What scripts written for TRL hand to their trainers, in its order and forms."""
 
 import inspect
+import logging
 import math
 
 import pytest
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArgum
 
 import upweight
 from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
-from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, SFTTrainer
+from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTTrainer
 from upweight.errors import UserError
+from upweight.log import _warned
 from upweight.train.api.as_config import error_translator
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4,
@@ -176,6 +178,7 @@ def test_layers_of_an_adapter_without_its_model_are_refused(folder):
         (GRPOConfig, "trl.vllm_mode: use a server", "vllm_mode: use a server"),
         (DPOConfig, "optimizer: the optimizer of shards", "optim: the optimizer of shards"),
         (DPOConfig, "batch: set 'micro_batch_size: 2'", "batch: set 'per_device_train_batch_size=2'"),
+        (DPOConfig, "try 'learning_rate: 1e-6'", "try 'learning_rate=1e-6'"),
         (DPOConfig, "use 'fsdp: true' instead; drop the key", "use 'fsdp=True' instead; drop the argument"),
         (KTOConfig, "set 'kto_loss_type: apo_zero_unpaired'", "set 'loss_type=\"apo_zero_unpaired\"'"),
         (DPOConfig, "then set `trust_remote_code: true`", "then set `trust_remote_code=True`"),
@@ -185,6 +188,15 @@ def test_layers_of_an_adapter_without_its_model_are_refused(folder):
 )
 def test_messages_about_keys_are_about_arguments(kind, message, words):
     assert error_translator(kind)(message) == words
+
+
+def test_a_step_of_one_answer_is_warned_of_for_kto(folder, caplog):
+    _warned.clear()
+    args = KTOConfig(output_dir=str(folder / "out"), **COMMON | {"per_device_train_batch_size": 1})
+    with caplog.at_level(logging.WARNING, "upweight"):
+        KTOTrainer(str(folder / "model"), args=args, train_dataset=ROWS["labelled"])
+    (warning,) = [one for one in caplog.messages if "per_device_train_batch_size: a step of one" in one]
+    assert "'per_device_train_batch_size=8'" in warning
 
 
 def test_stages_of_grpo_share_one_model(folder):

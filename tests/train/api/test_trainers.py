@@ -426,6 +426,10 @@ def test_trainers_have_the_attributes_that_scripts_read(folder):
     trainer.create_model_card(tags="mine")
     card = (folder / "out" / "README.md").read_text()
     assert all(f"- {tag}\n" in card for tag in ("mine", "upweight", "dpo"))
+    trainer.create_model_card(model_name="a", dataset_name="me/toy", tags=["mine"])  # TRL's arguments
+    card = (folder / "out" / "README.md").read_text()
+    assert "# a\n" in card
+    assert "- me/toy\n" in card
     other = AutoModelForCausalLM.from_pretrained(folder / "model")
     given = DPOTrainer(str(folder / "model"), other, args, train_dataset=ROWS["pairs"], peft_config=LoraConfig(r=2))
     assert given.ref_model is other

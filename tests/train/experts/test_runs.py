@@ -8,7 +8,8 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from made_runs import metrics_of, write_config, write_model, write_online
+from made_runs import metrics_of, on_ranks, write_config, write_model, write_online
+from upweight.cli.export.run import run_merge
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.runs.files import EXPERT_LOAD
@@ -44,6 +45,55 @@ def test_adapters_of_experts_are_trained_saved_and_resumed(tmp_path):
     train(load_config(write_config(tmp_path, model, **keys, resume_from_checkpoint=checkpoint)))
     resumed = trained_weights(tmp_path / "out", model)
     assert all(torch.allclose(resumed[name], weight, atol=1e-6) for name, weight in whole.items())
+
+
+PACKED = {**EXPERTS, "adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
+
+
+def test_adapters_of_quantised_experts_are_trained_resumed_and_merged(tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")  # `make test-quant`
+    model = write_model(tmp_path / "model", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    keys = {**PACKED, "num_epochs": None, "max_steps": 4, "save_steps": 2, "val_set_size": 0, "learning_rate": 0.01}
+    train(load_config(write_config(tmp_path, model, **keys)))
+    whole = trained_weights(tmp_path / "out", model)
+    moved = [name for name, weight in whole.items() if "lora_B" in name and float(weight.abs().max()) > 0]
+    assert any("experts" in name for name in moved)
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    train(load_config(write_config(tmp_path, model, **keys, resume_from_checkpoint=checkpoint)))
+    resumed = trained_weights(tmp_path / "out", model)
+    assert all(torch.allclose(resumed[name], weight, atol=1e-6) for name, weight in whole.items())
+    capsys.readouterr()
+    run_merge(str(tmp_path / "out"), [], output=None, check=True)  # into the weights as stored
+    assert float(capsys.readouterr().out.split()[-1]) < 1e-3
+
+
+def test_quantised_experts_are_sampled_as_they_are_trained(tmp_path):
+    pytest.importorskip("bitsandbytes")  # `make test-quant`
+    model = write_model(tmp_path / "model", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    train(load_config(write_online(tmp_path, model, **PACKED, learning_rate=0.01, max_steps=3)))
+    rows = [row for row in metrics_of(tmp_path / "out") if "loss" in row]
+    assert len(rows) == 3
+    assert all(row["sampling/logp_gap"] < 1e-4 for row in rows)
+
+
+def _train(file):
+    train(load_config(file))
+
+
+def test_quantised_experts_on_two_ranks_and_with_less_memory(tmp_path):
+    pytest.importorskip("bitsandbytes")  # `make test-quant`
+    model = write_model(tmp_path / "model", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    keys = {**PACKED, "num_epochs": None, "max_steps": 3, "val_set_size": 0, "learning_rate": 0.01}
+    more = {"alone": {}, "lean": {"memory": "lean"}, "ranks": {"micro_batch_size": 1}}
+    for name, changes in more.items():
+        (tmp_path / name).mkdir()
+        file = write_config(tmp_path / name, model, **keys, **changes)
+        on_ranks(_train, 2, file) if name == "ranks" else _train(file)
+    runs = [[row for row in metrics_of(tmp_path / name / "out") if "loss" in row] for name in more]
+    for right, *others in zip(*runs, strict=True):
+        for row in others:
+            for name in ("loss", "grad_norm"):
+                assert row[name] == pytest.approx(right[name], rel=1e-5)
 
 
 def trained_weights(folder, base):

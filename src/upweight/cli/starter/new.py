@@ -1,5 +1,6 @@
 """`upweight new`: three questions (the file, the model, the method), and a config for the user's own rows."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 READ = {"prompt", "chosen", "rejected", "completion", "label", "messages", "conversations", "instruction", "input",
         "output", "text", "system", "tools", "margin", "image", "images", "input_ids", "labels"}  # fmt: skip
+CHAT_NAME = re.compile(r"(?:^|[-_.])(instruct|chat|it|zephyr|assistant)(?:[-_.\d]|$)", re.IGNORECASE)  # of models
 LOOKED_AT = 200  # rows, for their columns and lengths
 SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "reward": "pairs", "kto": "labelled",
@@ -171,9 +173,9 @@ def _fit_model(plan: Plan, output: Path) -> None:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
         plan.notes.append(f"lengths and memory are not checked: {error}")
+        _guess_chat(plan)
         return
-    prompt = _prompt_column(plan)
-    if getattr(tokenizer, "chat_template", None) and prompt and isinstance(plan.rows[0].get(prompt), str):
+    if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
         plan.entry["as_messages"] = True
     longest = _longest(plan, output, tokenizer)
     plan.sequence_len = next((size for size in SEQUENCE_LENGTHS if size >= 1.2 * longest), SEQUENCE_LENGTHS[-1])
@@ -181,6 +183,23 @@ def _fit_model(plan: Plan, output: Path) -> None:
     kept = f"sequence_len {plan.sequence_len}" if plan.method != "grpo" else "prompts alone"
     plan.notes.append(f"lengths: {what}; {kept}")
     _choose_memory(plan, output)
+
+
+def _has_plain_prompts(plan: Plan) -> bool:
+    prompt = _prompt_column(plan)
+    return prompt is not None and isinstance(plan.rows[0].get(prompt), str)
+
+
+def _guess_chat(plan: Plan) -> None:
+    """Decide by the model's name whether plain texts become turns of a chat, since its tokenizer cannot be read."""
+    if not _has_plain_prompts(plan):
+        return
+    if CHAT_NAME.search(Path(plan.model).name):
+        plan.entry["as_messages"] = True
+        why = "the model's name is that of a chat model, so texts are trained on as turns of a user and an assistant"
+        plan.notes.append(f"as_messages: {why}; for a base model, remove `as_messages` from the entry")
+    else:
+        plan.notes.append("as_messages: is the model one for chats? Then add `as_messages: true` to the entry")
 
 
 def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:

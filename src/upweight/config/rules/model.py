@@ -54,6 +54,10 @@ def adapters(config: Config) -> Iterator[str]:
         yield f"{key}: quantised weights cannot be trained. Add 'adapter: {kind}'."
     if adapter.kind == "qlora" and not adapter.load_in_4bit:
         yield "adapter: qlora needs 'load_in_4bit: true'; without quantisation it is 'adapter: lora'."
+    if adapter.pack_experts and not adapter.load_in_4bit:
+        yield "quantize_moe_experts: experts are quantised to 4 bits. Add 'load_in_4bit: true', or drop it."
+    if adapter.pack_experts and (config.sharding.fsdp or config.sharding.deepspeed is not None):
+        yield "quantize_moe_experts: experts in 4 bits are not sharded. Drop it, or 'fsdp' and 'deepspeed'."
     if adapter.kind and isinstance(adapter.init, str) and not re.fullmatch(INITIALISATIONS, adapter.init):
         yield f"peft_init_lora_weights: there is no '{adapter.init}'. Use gaussian, olora, orthogonal or pissa."
     if adapter.kind and adapter.layers_pattern and adapter.layers is None:

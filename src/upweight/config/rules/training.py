@@ -304,6 +304,13 @@ def unusual_rate(config: Config) -> Iterator[str]:
     yield f"learning_rate: {rate:g} is far {which} what is usual and {effect} that is pretrained: {usual}; {advice}"
 
 
+def single_answers(config: Config) -> Iterator[str]:
+    """Warn about steps of one row for a method whose KL estimate pairs prompts with other rows' answers."""
+    if config.method.mismatched and (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) == 1:
+        what = "a step of one answer has no other answer to estimate the KL from, which is then 0 in every step"
+        yield f"micro_batch_size: {what}; 'micro_batch_size: 8' is usual and needs no more memory (upweight docs kto)"
+
+
 def _short(rate: float) -> str:
     """Return a learning rate as it is written, 1e-5."""
     digits, _, exponent = f"{rate:.0e}".partition("e")

@@ -170,6 +170,9 @@ class AdapterSection(Section):
     )
     load_in_8bit: bool = setting("load_in_8bit", False, "Quantise frozen base weights to 8 bits (bitsandbytes).")
     load_in_4bit: bool = setting("load_in_4bit", False, "Quantise frozen base weights to 4 bits (bitsandbytes).")
+    pack_experts: bool = setting(
+        "quantize_moe_experts", False, "Quantise the routed experts of a mixture too; needs `load_in_4bit`."
+    )
     quantisation: dict[str, Any] = setting("bnb_config_kwargs", {}, "Further options of bitsandbytes.")
     separate_reference: bool = setting(
         "rl_adapter_ref_model", False, "Load a second model as reference instead of switching the adapter off."

@@ -46,7 +46,8 @@ class OptimSection(Section):
     micro_batch_size: PositiveInt | None = setting(
         "micro_batch_size",
         None,
-        "Examples per device and accumulation step. Memory depends on `token_budget`, not on this.",
+        "Examples per device and accumulation step. Memory depends on `token_budget`, not on this. Where no key is "
+        "about batches: 1, for KTO 8, for online methods one group.",
     )
     accumulation: PositiveInt | None = setting(
         "gradient_accumulation_steps",

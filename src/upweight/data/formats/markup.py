@@ -3,11 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from upweight.data.examples import Setup
 from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Message
 
+MARK = re.compile(r"<\|\w+\|>")
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
@@ -24,6 +26,12 @@ class Family:
         written = [self._open(message["role"]) + message["content"] + self.closing + self.gap for message in messages]
         return "".join(written) + self._open("assistant")
 
+    def missing_from(self, tokenizer: Any) -> list[str]:
+        """Return the marks of turns that are no tokens of a tokenizer, so that it splits them like other text."""
+        marks = dict.fromkeys(MARK.findall(self.opening + self.closing))
+        unknown = (None, getattr(tokenizer, "unk_token_id", None))
+        return [mark for mark in marks if tokenizer.convert_tokens_to_ids(mark) in unknown]
+
     def _open(self, role: str) -> str:
         return self.opening.replace("{role}", role)
 
@@ -33,6 +41,12 @@ FAMILIES = {
     "chatml": Family("<|im_start|>{role}\n", "<|im_end|>", "\n"),
     "llama3": Family("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ""),
 }
+
+
+def family_of(name: object) -> str | None:
+    """Return the family whose marks a format or template of this name writes: `chatml.intel`, `alpaca:chatml`."""
+    match = re.search(rf"(?:^|[.:_])({'|'.join(FAMILIES)})(?:\.|$)", name) if isinstance(name, str) else None
+    return match[1] if match else None
 
 
 def single_turn(setup: Setup, row: Row, user: str) -> list[Message]:

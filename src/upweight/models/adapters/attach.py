@@ -17,6 +17,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.models.adapters.experts import (
     check_expert_options,
+    check_packed,
     expert_hint,
     is_router,
     log_frozen_routers,
@@ -46,6 +47,7 @@ def attach_adapter(
     except ValueError as error:
         raise UserError(f"adapter: PEFT does not take these options: {error}. Correct them.") from error
     assert isinstance(adapted, PeftModel)
+    check_packed(adapted)
     log_frozen_routers(model)
     if new_tokens and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         remedy = f"add embedding and head to lora_modules_to_save (here {', '.join(embedding_names(model))})"

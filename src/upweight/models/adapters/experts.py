@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig, PeftConfig
+from torch import nn
 from transformers import PreTrainedModel
 
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
+from upweight.models.kernels.packed_product import is_packed
 
 _ROUTER = re.compile("Router|Gating|TopKGate")  # in the names of their classes
 _OLD_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # of expert layers, before they were fused
@@ -54,6 +56,15 @@ def log_frozen_routers(model: PreTrainedModel) -> None:
     trained = any(weight.requires_grad for name in names for weight in model.get_submodule(name).parameters())
     if names and not trained:
         logger.info("the routers of %s stay as they are; lora_target_parameters may name their weights", names[0])
+
+
+def check_packed(model: nn.Module) -> None:
+    """Raise where a weight is to be trained of which only the packed bytes are there."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and is_packed(weight):
+            module = name.partition(".modules_to_save")[0].removeprefix("base_model.model.")
+            remedy = "Leave it out, or drop 'load_in_4bit' ('quantize_moe_experts' for experts)"
+            raise UserError(f"lora_modules_to_save: {module} is held in 4 bits, which cannot be trained. {remedy}.")
 
 
 def without_experts(model: PreTrainedModel, targets: list[str], named: Sequence[str]) -> list[str]:

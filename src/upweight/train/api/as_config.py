@@ -144,7 +144,7 @@ def error_translator(kind: type) -> Callable[[str], str]:
 
     def as_argument(match: re.Match[str]) -> str:
         mark, name, value = match.groups()
-        quoted = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
+        quoted = value if re.fullmatch(r"[\d.]+(e-?\d+)?", value) else f'"{value}"'
         return f"{mark}{name}={PYTHON_WORDS.get(value, quoted)}{mark}"
 
     def translate_error(message: str) -> str:

@@ -40,7 +40,16 @@ class TriedRewards:
             "prompts": len(self.call.groups()),
             "rewards": [trial.summary() | self.best_and_worst(trial) for trial in self.trials],
             "remarks": self.remarks,
+            "works": self.works,
         }
+
+    @property
+    def works(self) -> bool:
+        """Whether training could learn from them: none fails, and one at least separates completions."""
+        fails = any(trial.failed or trial.failure for trial in self.trials)
+        # Without two completions of a prompt nothing can be compared, and values that differ are all that can be seen.
+        separates = (len(set(trial.known)) > 1 if trial.spread is None else trial.spread > 0 for trial in self.trials)
+        return not fails and any(separates)
 
     def best_and_worst(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
         """A reward's best and worst completions with their prompts and scores."""

@@ -19,6 +19,17 @@ PRIVATE_SECTIONS = ("run", "callbacks", "tracking")  # folders and accounts are 
 SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward", "kl", "entropy")
 
 
+def card_arguments(given: Mapping[str, Any], of_model: Sequence[str] | None, *, tagged: bool) -> dict[str, Any]:
+    """Return a script's arguments as the Trainer's card takes them: TRL's `dataset_name`, and tags unless `tagged`."""
+    arguments = {key: value for key, value in given.items() if key != "dataset_name"}
+    if (name := given.get("dataset_name")) is not None:
+        arguments = {"dataset": name, "dataset_tags": name, **arguments}
+    if not tagged:  # by position
+        tags = given.get("tags") or []
+        arguments["tags"] = [*dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *(of_model or [])])]
+    return arguments
+
+
 def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) -> str:
     """Return the card of a run from its config, the Trainer's log history and the number of training rows."""
     adapted = config.adapter.kind is not None

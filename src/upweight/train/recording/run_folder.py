@@ -31,7 +31,8 @@ from upweight.user_modules import changed_code
 
 CHANGEABLE = {  # keys of an adapter that a resumed run may change
     "lora_model_dir", "lora_alpha", "lora_alpha_pattern", "lora_dropout", "peft_use_rslora", "loraplus_lr_ratio",
-    "loraplus_lr_embedding", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs", "rl_adapter_ref_model",
+    "loraplus_lr_embedding", "load_in_4bit", "load_in_8bit", "quantize_moe_experts", "bnb_config_kwargs",
+    "rl_adapter_ref_model",
 }  # fmt: skip
 # Keys that decide which weights are trained, and the optimizer states; not base_model, whose folder may have moved.
 RESUME_KEYS = {key.path for key in keys_of(AdapterSection)} - CHANGEABLE

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.config.resolve import memory_settings
+from upweight.config.rules.training import WITHOUT_WARMUP
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.log import logger
@@ -17,6 +18,7 @@ from upweight.models.memory_plan import plan_memory
 from upweight.models.modules import unwrap_peft
 from upweight.runs.files import METRICS
 
+SHORTER_WARMUP = "Set 'warmup_steps: 0', or train for more steps."
 ROWS_MEASURED = 64  # of the training rows, for the tokens of a step
 
 
@@ -30,6 +32,13 @@ class StartSummary(TrainerCallback):
         if state.is_world_process_zero:
             for name, text in summary(self.config, self.trainer, state, self.memory):
                 logger.info("%-8s %s", name, text)
+            steps, warmup = state.max_steps, _warmup_steps(self.trainer, state.max_steps)
+            if warmup > steps / 2:
+                reached = (
+                    "and never reaches its peak" if warmup >= steps else f"and reaches its peak at step {warmup + 1}"
+                )
+                rises = f"the learning rate rises from 0 {reached}"
+                logger.warning("warning: warm-up takes %d of %d steps: %s. %s", warmup, steps, rises, SHORTER_WARMUP)
 
 
 def summary(config: Config, trainer: Any, state: Any, memory: str) -> Iterator[tuple[str, str]]:
@@ -72,7 +81,9 @@ def _batch(config: Config, trainer: Any) -> str:
         return f"{plan.step_size} completions a step, up to {plan.step_size * most:,} tokens of them; {sampled}"
     rows = {"pairs": "pairs", "prompts": "prompts"}.get(config.method.data, "rows")
     tokens = _tokens_of_row(trainer)
-    return f"{size} {rows} a step" + (f", about {tokens * size:,.0f} tokens" if tokens else "")
+    there = size if trainer.feed is not None else min(len(trainer.train_rows), size)
+    fewer = f", all that there are (the config allows {size})" if there < size else ""
+    return f"{there} {rows} a step{fewer}" + (f", about {tokens * there:,.0f} tokens" if tokens else "")
 
 
 def _tokens_of_row(trainer: Any) -> float:
@@ -100,6 +111,9 @@ def _steps(trainer: Any, state: Any) -> str:
     args, rows = trainer.args, None if trainer.feed is not None else len(trainer.train_rows)
     parts = [f"{state.max_steps:,}" + (f", from step {state.global_step} on" if state.global_step else "")]
     parts += [f"{rows:,} rows"] if rows is not None else []
+    if warmup := _warmup_steps(trainer, state.max_steps):
+        long = f"{warmup:,} steps, from a learning rate of 0 up" if warmup > 1 else "1 step, at a learning rate of 0"
+        parts.append(f"warm-up: {long}")
     for what, strategy, every in (
         ("evaluates", args.eval_strategy, args.eval_steps),
         ("saves", args.save_strategy, args.save_steps),
@@ -108,6 +122,12 @@ def _steps(trainer: Any, state: Any) -> str:
         if kind != "no":
             parts.append(f"{what} every {_every(every, state.max_steps)}" if kind == "steps" else f"{what} each {kind}")
     return "; ".join(parts)
+
+
+def _warmup_steps(trainer: Any, steps: int) -> int:
+    """The steps of warm-up; a schedule of the user's may have another."""
+    has_none = trainer.schedule is not None or trainer.args.lr_scheduler_type in WITHOUT_WARMUP
+    return 0 if has_none else trainer.args.get_warmup_steps(steps)
 
 
 def _every(every: float | None, steps: int) -> str:
