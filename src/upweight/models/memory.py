@@ -133,10 +133,8 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     linear: Counter[str] = Counter()
     inside = 0
     for name, module in model.named_modules():
-        ending, weight = (
-            next((one for one in names if f".{name}".endswith(f".{one}")), None),
-            getattr(module, "weight", None),
-        )
+        weight = getattr(module, "weight", None)
+        ending = next((one for one in names if f".{name}".endswith(f".{one}")), None)
         if ending is not None and isinstance(weight, nn.Parameter):
             linear[ending] += sum(weight.shape)
             inside += weight.numel()
