@@ -1,18 +1,24 @@
 """The longest GRPO row that trains in so many GiB, and what `upweight fits` says of it: `python -m bench.gpu_memory`.
 
 Random weights of Qwen2.5's shapes, bfloat16, rank 16 on every linear layer, the memory of the process limited to each
-of the caps. A case tries the length that the estimate promises, two steps with AdamW, then longer or shorter ones while
-its minutes last, and prints one JSON line: lengths that trained and failed, the peak and its ratio to the estimate.
-`--tiny` rehearses all of it on a CPU, where the cap is compared with the peak of the process afterwards.
+of the caps. A case tries the length that `fits` promises (`--steps` with AdamW), then longer or shorter ones while its
+minutes last, and prints one JSON line at once: lengths that trained and failed, what was promised by part, the peak and
+the ratio of both. Each model and mode has a process of its own; one that ends, or a case that exceeds `--limit`, is a
+line with the reason, and the next case begins in a fresh process. `--tiny` rehearses all of it on a CPU, where the cap
+is compared with the peak of the process afterwards.
 """
 
 import argparse
 import gc
 import importlib.util
 import json
+import os
+import select
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +36,8 @@ from upweight.engine.activations import enable_checkpointing
 from upweight.methods import GRPO
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.load import load_model
-from upweight.models.memory import GIB, Memory, Savings, Shape, estimate, longest, shape_of
+from upweight.models.memory import GIB
+from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 from upweight.types import Sample, Unit
@@ -44,6 +51,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "7b_lora": (SHAPE_7B, "lora"),
     "7b_qlora": (SHAPE_7B, "qlora"),
 }
+MODES = ("lean", "balanced", "fast")
+ROOT = Path(__file__).parent.parent
 CAPS = (8, 12, 16, 24, 80)
 TINY_CAPS = (0.001, 0.02, 1.0)
 STEP = 128  # lengths are multiples of it
@@ -60,11 +69,13 @@ class Subject:
     """A model that trains rows, and what is estimated for it."""
 
     model: Any
-    config: Config
-    shape: Shape
+    content: dict[str, Any]  # of its config
+    folder: Path
     device: torch.device
 
     def __post_init__(self) -> None:
+        self.config = self.config_of(SHORTEST)
+        self.needs = ModelNeeds.of(self.config)
         on_gpu = self.device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
         options = {"optim": self.config.optim, "section": self.config.model}
@@ -117,21 +128,19 @@ class Subject:
             raise TooMuch(f"{peak / GIB:.2f} GiB")
         return peak
 
-    def need(self, tokens: int) -> Memory:
-        """What is estimated for rows of so many tokens, in half precision."""
-        adapter, optimizer = self.config.adapter, self.config.optim.optimizer
-        how = {"optimizer": optimizer, "reference": False, "savings": Savings.of(self.config)}
-        return estimate(self.shape, adapter.kind or "all", adapter, tokens=tokens, **how)
+    def config_of(self, length: int) -> Config:
+        """The config whose longest sequence has so many tokens."""
+        trl = {"max_completion_length": length - PROMPT, "release_sampler": True}  # rows are not sampled here
+        content = self.content | {"max_prompt_length": PROMPT, "trl": trl}
+        return parse_config(content, folder=self.folder, fragment=True)
 
-    def predicted(self, tokens: int) -> float:
-        """The estimated peak in bytes, in the dtype of the model."""
-        need = self.need(tokens)
-        return need.weights * self.width + need.training + need.activations * self.width
+    def plan(self, length: int) -> MemoryPlan:
+        """What `fits` says of rows of so many tokens under the cap, in half precision."""
+        return plan_memory(self.config_of(length), self.cap, model=self.needs)
 
     def promised(self) -> int:
         """The longest row that `fits` promises under the cap."""
-        most = longest(self.shape, self.need(SHORTEST), self.cap, savings=Savings.of(self.config))
-        return most // STEP * STEP
+        return int(self.plan(SHORTEST).longest / self.width) // STEP * STEP
 
 
 def _row(length: int) -> Unit:
@@ -162,8 +171,8 @@ def build(name: str, mode: str, folder: Path, tiny: bool) -> Subject:
     made.architectures = ["Qwen2ForCausalLM"]
     made.save_pretrained(folder)
     adapter = {"adapter": kind, "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
-    content = {"base_model": str(folder), "rl": "grpo", "memory": mode, "optimizer": "adamw_torch"} | adapter
-    content |= {"load_in_4bit": True} if kind == "qlora" else {}
+    content: dict[str, Any] = {"base_model": str(folder), "rl": "grpo", "memory": mode, "optimizer": "adamw_torch"}
+    content |= adapter | ({"load_in_4bit": True} if kind == "qlora" else {})
     config = parse_config(content, folder=folder, fragment=True)
     torch.manual_seed(0)
     made_dtype = torch.float32 if tiny else torch.bfloat16
@@ -178,12 +187,12 @@ def build(name: str, mode: str, folder: Path, tiny: bool) -> Subject:
         torch.cuda.empty_cache()
         base = load_model(config.model, made_dtype, head="tokens", tokenizer=None, adapter=config.adapter, seed=0)
     model: Any = attach_adapter(base, config.adapter)
-    return Subject(model.train(), config, shape_of(config.model, "tokens"), device)
+    return Subject(model.train(), content, folder, device)
 
 
-def search(subject: Subject, cap: float, limit: int, seconds: float) -> dict[str, Any]:
+def search(subject: Subject, cap: float, options: argparse.Namespace) -> dict[str, Any]:
     """Lengths that trained and failed under a cap, from the promised one on, and the peak beside the estimate."""
-    began = time.perf_counter()
+    began, limit = time.perf_counter(), options.longest
     subject.start(cap)
     promised = subject.promised()
     worked, failed, peaks, why = 0, 0, {}, ""
@@ -191,62 +200,115 @@ def search(subject: Subject, cap: float, limit: int, seconds: float) -> dict[str
     while length >= SHORTEST and length not in (worked, failed):
         trial = time.perf_counter()
         try:
-            peaks[length] = subject.train(length)
+            peaks[length] = subject.train(length, options.steps if not peaks and promised else 2)
             worked = max(worked, length)
         except (torch.OutOfMemoryError, TooMuch) as error:
             failed, why = length, str(error).splitlines()[0][:160]
         took = time.perf_counter() - trial
         if (worked and failed) or worked >= limit or not (worked or promised):
             break
-        if time.perf_counter() - began + (GROWTH**2 * took if worked else took) > seconds:
+        if time.perf_counter() - began + (GROWTH**2 * took if worked else took) > 60 * options.minutes:
             break
         wanted = length * GROWTH if worked else length / GROWTH
         length = min(max(int(wanted) // STEP * STEP, length + STEP if worked else 0), limit)
     subject.free()
-    line = {"promised": promised, "trained": worked, "failed": failed, "limit": limit}
+    line = {"promised": promised, "trained": worked, "failed": failed, "limit": limit, "steps": options.steps}
     if worked:
-        at = promised if promised in peaks else worked
-        line |= {"peak_at": at, "peak_gib": peaks[at] / GIB, "predicted_gib": subject.predicted(at) / GIB}
-        line["ratio"] = line["predicted_gib"] / line["peak_gib"]
+        line |= beside(subject, promised if promised in peaks else worked, peaks)
     kept = worked >= min(promised, limit) if promised else not worked
     line |= {"promise": "kept" if kept else "broken" if promised else "too careful", "why": why}
     return line | {"seconds": time.perf_counter() - began}
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One line for each model and cap."""
-    for name in options.only or CASES:
-        if CASES[name][1] == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-            yield {"name": name, "skipped": "bitsandbytes is not installed"}
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            began = time.perf_counter()
-            subject = build(name, options.mode, Path(folder), options.tiny)
-            for length in (1024, 1536):  # kernels are compiled before a case counts its minutes
-                subject.start(float("inf"))
-                subject.train(length, steps=1)
-            yield {"name": name, "mode": options.mode, "ready_s": time.perf_counter() - began}
-            for cap in options.gib or (TINY_CAPS if options.tiny else CAPS):
-                found = search(subject, cap * GIB, options.longest, 60 * options.minutes)
-                yield {"name": name, "mode": options.mode, "gib": cap} | found
-            del subject
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.set_per_process_memory_fraction(1.0)
-                torch.cuda.empty_cache()
+def beside(subject: Subject, length: int, peaks: dict[int, float]) -> dict[str, Any]:
+    """What `fits` says of a length, by part, beside the peak that was measured."""
+    need, width = subject.plan(length).need, subject.width
+    parts = {"weights": need.weights * width, "training": need.training, "activations": need.activations * width}
+    peak, predicted = peaks[length], sum(parts.values())
+    line = {"peak_at": length, "peak_gib": peak / GIB, "predicted_gib": predicted / GIB, "ratio": predicted / peak}
+    return line | {f"predicted_{name}_gib": size / GIB for name, size in parts.items()}
+
+
+def measure_here(name: str, mode: str, caps: Sequence[float], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One line when a model is ready, and one for each cap."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        subject = build(name, mode, Path(folder), options.tiny)
+        for length in (1024, 1536):  # kernels are compiled before a case counts its minutes
+            subject.start(float(2**50))
+            subject.train(length, steps=1)
+        yield {"name": name, "mode": mode, "ready_s": time.perf_counter() - began}
+        for cap in caps:
+            yield {"name": name, "mode": mode, "gib": cap} | search(subject, cap * GIB, options)
+
+
+def measure(name: str, mode: str, caps: Sequence[float], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of a model in one mode, from a process of its own; another one goes on where it ends too early."""
+    left = list(caps)
+    while left:
+        for line in answers_of(name, mode, left, options):
+            yield line
+            if "gib" in line or "error" in line:
+                left = [cap for cap in left if cap != line.get("gib", left[0])]
+            if "error" in line:
+                break
+
+
+def answers_of(name: str, mode: str, caps: list[float], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of one process, each within the limit; an error for the first cap that has none."""
+    command = [sys.executable, "-m", "bench.gpu_memory", "--inside", "--only", name, "--mode", mode]
+    command += [f"--gib={cap}" for cap in caps] + ["--tiny"] * options.tiny
+    command += [f"--{key}={getattr(options, key)}" for key in ("longest", "minutes", "steps")]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env)
+        assert process.stdout is not None
+        waiting = list(caps)
+        try:
+            while waiting:
+                if not select.select([process.stdout], [], [], options.limit)[0]:
+                    why = f"no line within {options.limit:.0f} s"
+                    yield {"name": name, "mode": mode, "gib": waiting[0], "error": why}
+                    return
+                if not (text := process.stdout.readline()):
+                    log.seek(0)
+                    why = (log.read().strip().splitlines() or ["nothing was printed"])[-1][-300:]
+                    code = process.wait()
+                    yield {"name": name, "mode": mode, "gib": waiting[0], "error": f"the process ended ({code}): {why}"}
+                    return
+                if text.startswith("{"):
+                    line = json.loads(text)
+                    waiting = [cap for cap in waiting if cap != line.get("gib")]
+                    yield line
+        finally:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_memory", description=__doc__)
     parser.add_argument("--only", choices=list(CASES), action="append", help="measure these models")
-    parser.add_argument("--mode", choices=["lean", "balanced", "fast"], default="lean", help="the key `memory`")
+    parser.add_argument("--mode", choices=MODES, action="append", help="values of the key `memory` (default: all)")
     parser.add_argument("--gib", type=float, action="append", help="caps (default: 8, 12, 16, 24, 80)")
     parser.add_argument("--longest", type=int, default=32_768, help="longest row that is tried")
     parser.add_argument("--minutes", type=float, default=0.8, help="after which a case tries no further length")
+    parser.add_argument("--steps", type=int, default=2, help="steps at the promised length (two at any other)")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a case without a line is ended")
     parser.add_argument("--tiny", action="store_true", help="rehearse with a tiny model on the CPU")
-    for line in measure(parser.parse_args()):
-        rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}
-        print(json.dumps(rounded), flush=True)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # in the process of one model
+    options = parser.parse_args()
+    caps = options.gib or (TINY_CAPS if options.tiny else CAPS)
+    for name in options.only or CASES:
+        quantised = CASES[name][1] == "qlora"
+        if quantised and (options.tiny or importlib.util.find_spec("bitsandbytes") is None):
+            why = "4-bit weights need a GPU" if options.tiny else "bitsandbytes is not installed"
+            print(json.dumps({"name": name, "skipped": why}), flush=True)
+            continue
+        for mode in options.mode or MODES:
+            lines = measure_here if options.inside else measure
+            for line in lines(name, mode, caps, options):
+                rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}
+                print(json.dumps(rounded), flush=True)
 
 
 if __name__ == "__main__":

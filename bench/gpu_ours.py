@@ -19,11 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from bench.ours import METHODS, grpo_units
 from upweight import GRPOConfig, GRPOTrainer
+from upweight.config.load import parse_config
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.methods import SFT
 from upweight.models.adapters.attach import attach_adapter
+from upweight.models.load import load_model
 from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 
@@ -39,7 +41,24 @@ def random_base(work: dict[str, Any]) -> Any:
     return base
 
 
-def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
+def quantised_base(base: Any, folder: Path) -> Any:
+    """The same weights with linear layers in 4 bits."""
+    base.save_pretrained(folder / "base")
+    content = {"base_model": str(folder / "base"), "adapter": "qlora", "load_in_4bit": True}
+    config = parse_config(content, folder=folder, fragment=True)
+    return load_model(config.model, torch.bfloat16, head="tokens", tokenizer=None, adapter=config.adapter, seed=0)
+
+
+def savings_of(work: dict[str, Any]) -> OptimSection:
+    """Checkpointing and the case's budget, or what a mode of `memory` sets."""
+    optimizer = work.get("optimizer", "adamw_torch")
+    if "memory" not in work:
+        return OptimSection(token_budget=work["budget"], gradient_checkpointing=True, optimizer=optimizer)
+    content = {"base_model": "x", "memory": work["memory"], "optimizer": optimizer, "adapter": "lora"}
+    return parse_config(content, folder=Path.cwd(), fragment=True).optim
+
+
+def runner_of(work: dict[str, Any], folder: Path | None = None) -> tuple[Any, StepRunner, list[Any]]:
     """Model, step runner and units of a case."""
     method = SFT() if work["name"] == "sft_step" else METHODS[work["name"]]
     if method.online:
@@ -49,6 +68,8 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     else:
         units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
     base = random_base(work)
+    if work.get("quantised") and folder is not None:
+        base = quantised_base(base, folder)
     section = None
     if work["lora_r"]:
         experts = work.get("lora_parameters")
@@ -57,11 +78,8 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
         )
     model = attach_adapter(base, section) if section else base
     model.train()
-    optimizer = work.get("optimizer", "adamw_torch")
-    optim = OptimSection(token_budget=work["budget"], gradient_checkpointing=True, optimizer=optimizer)
-    policy = make_policy(
-        model, method, torch.bfloat16, torch.device("cuda"), longest=4096, optim=optim, section=ModelSection()
-    )
+    optim, here = savings_of(work), torch.device("cuda")
+    policy = make_policy(model, method, torch.bfloat16, here, longest=4096, optim=optim, section=ModelSection())
     parts = (policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
     return model, StepRunner(method, *parts, router_coefficient=policy.router_coefficient), units
 
@@ -72,15 +90,16 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
     vocabulary = {"</s>": work["vocabulary"], "<pad>": 1} | {f"t{n}": n for n in range(2, work["vocabulary"])}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
+    checkpointed = {"token_budget": work["budget"], "gradient_checkpointing": True}
+    base = random_base(work)
     config = GRPOConfig(
         output_dir=str(folder / "ours"),
         per_device_train_batch_size=work["micro_batch"],
         gradient_accumulation_steps=len(prompts) * work["completions"] // work["micro_batch"],
         num_generations=work["completions"],
         max_completion_length=work["new_tokens"],
-        token_budget=work["budget"],
-        gradient_checkpointing=True,
         bf16=True,
+        **({"memory": work["memory"]} if "memory" in work else checkpointed),
     )
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -88,7 +107,7 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
 
     adapter = LoraConfig(r=work["lora_r"], lora_alpha=32, target_modules="all-linear")
     trainer = GRPOTrainer(
-        random_base(work),
+        quantised_base(base, folder) if work.get("quantised") else base,
         reward,
         args=config,
         train_dataset=prompts,
@@ -114,7 +133,7 @@ def main(folder: Path) -> None:
     if work["name"] == "grpo_whole_step":
         model, runner, step = whole_step_of(work, folder)
     else:
-        model, runner, units = runner_of(work)
+        model, runner, units = runner_of(work, folder)
 
         def step() -> Tensor:
             return runner.train(model, units)

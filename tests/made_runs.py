@@ -93,12 +93,14 @@ def policy_for(method, adapter: bool = False):
     return model
 
 
-def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=False, dtype=torch.float32, **options):
+def trainer_for(
+    method, folder, *, model=None, rows=None, batch=4, budget=4096, adapter=False, dtype=torch.float32, **options
+):
     """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments and of MethodTrainer.
 
     Its `parts` are further options of `make_policy`.
     """
-    model, parts = policy_for(method, adapter), options.pop("parts", {})
+    model, parts = policy_for(method, adapter) if model is None else model, options.pop("parts", {})
     own = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "lr_rule", "shuffle") if name in options}
     arguments = TrainingArguments(
         output_dir=str(folder),

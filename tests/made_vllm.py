@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch.multiprocessing.reductions import rebuild_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from upweight.models.vision import joined_inputs, token_types
 
 
 def json_server(answer) -> ThreadingHTTPServer:
@@ -42,7 +44,11 @@ class FakeVllm:
     # One for all servers: transformers patches itself while it loads, and two threads at once leave it so.
     _lock = threading.RLock()
 
-    def __init__(self, folder: Path, *, adapters: bool = True, longest: int = 256, version: str = "0.32.0") -> None:
+    def __init__(
+        self, folder: Path, *, adapters: bool = True, longest: int = 256, version: str = "0.32.0", reader=None
+    ) -> None:
+        """`reader`: of images, for a vision-language model."""
+        self.reader = reader
         self.folder, self.adapters, self.longest, self.version = folder, adapters, longest, version
         self.broadcast: queue.Queue[torch.Tensor] = queue.Queue()  # what a group with the trainer hands over
         self.faults: dict[str, list[int]] = {}
@@ -60,11 +66,15 @@ class FakeVllm:
         """As after a restart: the weights of the folder, no adapters."""
         with self._lock:
             self.began = time.time()
-            self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            self.model = self.load(self.folder)
             self.loaded: dict[str, tuple[str, torch.nn.Module]] = {}
             self.tokens = 0
             self.transfer: dict | None = None  # what the trainer said of the way that weights come
             self.updating = False
+
+    def load(self, folder):
+        kind = AutoModelForCausalLM if self.reader is None else AutoModelForImageTextToText
+        return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -98,7 +108,7 @@ class FakeVllm:
 
     def respond(self, path: str, body):
         base = str(self.folder)
-        if path in ("/health", "/reset_prefix_cache"):
+        if path in ("/health", "/reset_prefix_cache", "/reset_encoder_cache"):
             return 200, ""
         if path == "/metrics":
             return (
@@ -114,20 +124,19 @@ class FakeVllm:
                 return 400, "The lora adapter has already been loaded."
             if not Path(body["lora_path"]).is_dir():
                 return 404, f"No adapter found for {body['lora_path']}"
-            fresh = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-            adapted = PeftModel.from_pretrained(fresh, body["lora_path"]).eval()
+            adapted = PeftModel.from_pretrained(self.load(self.folder), body["lora_path"]).eval()
             self.loaded[body["lora_name"]] = (body["lora_path"], adapted)
             return 200, "Success: LoRA adapter added."
         if path == "/v1/unload_lora_adapter" and self.adapters:
             found = self.loaded.pop(body["lora_name"], None)
             return (200, "Success") if found else (404, "The lora adapter cannot be found.")
         if path == "/collective_rpc":
-            self.model = AutoModelForCausalLM.from_pretrained(
-                body["kwargs"]["weights_path"], dtype=torch.float32
-            ).eval()
+            self.model = self.load(body["kwargs"]["weights_path"])
             return 200, {"results": [None]}
         if path == "/v1/completions":
             return self.complete(body)
+        if path == "/inference/v1/generate":
+            return self.complete_images(body) if self.reader is not None else (403, "scale-out is off")
         if path == "/tokenize" and self.tokenizer is not None:
             return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
         return self.transferred(path, body)
@@ -176,9 +185,10 @@ class FakeVllm:
         if name != str(self.folder) and name not in self.loaded:
             return 404, f"The model `{name}` does not exist."
         model = self.model if name == str(self.folder) else self.loaded[name][1]
-        if max(prompt) >= self.model.config.vocab_size:
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if max(prompt) >= vocabulary:
             return 500, "EngineCore encountered an issue"  # a token that the tokenizer has and the model has not
-        if any(int(token) >= self.model.config.vocab_size for token in body.get("logit_bias", ())):
+        if any(int(token) >= vocabulary for token in body.get("logit_bias", ())):
             return 400, "token_id(s) in logit_bias contain out-of-vocab token ids"
         ends = [] if body.get("ignore_eos") else body.get("stop_token_ids", [])
         choices = [
@@ -193,10 +203,35 @@ class FakeVllm:
             choices[0]["logprobs"]["top_logprobs"] = [top]
         return 200, {"choices": choices[::-1]}
 
+    def complete_images(self, body):
+        """As vLLM: placeholders are written out to the tokens of their images, which the forward reads."""
+        name, reader, params = body["model"], self.reader, body["sampling_params"]
+        model = self.model if name == str(self.folder) else self.loaded[name][1]
+        contents = [base64.b64decode(part["url"].partition(",")[2]) for part in body["content_parts"]]
+        written = iter([reader.refer(content, "sent")[1].ids for content in contents])
+        (placeholder,) = reader.processor.tokenizer.encode(reader.placeholder, add_special_tokens=False)
+        prompt = [one for token in body["token_ids"] for one in (next(written) if token == placeholder else [token])]
+        pixels = joined_inputs(reader.family, [reader.inputs_of(content) for content in contents])
+
+        def seeing(input_ids):
+            return model(input_ids=input_ids, **pixels, **token_types(reader.family, input_ids == reader.token_id))
+
+        choices = [
+            {"index": n, **self.written(seeing, prompt, params, params.get("stop_token_ids", []))}
+            for n in range(params["n"])
+        ]
+        for choice in choices:
+            logps = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+            choice["logprobs"] = {"content": [{"token_id": token, "logprob": logp} for token, logp in logps]}
+        return 200, {"choices": choices, "prompt_token_ids": prompt}
+
     def written(self, model, prompt, body, ends):
         ids, said = [], []
         while len(ids) < body["max_tokens"] and not (ids and ids[-1] in ends):
             log_p = _logps(model, [*prompt, *ids], body.get("temperature", 1.0))[-1]
+            for token, bias in body.get("logit_bias", {}).items():
+                log_p[int(token)] += bias
+            log_p = log_p.log_softmax(-1)
             raw = _logps(model, [*prompt, *ids])[-1]
             ids.append(int(torch.multinomial(log_p.exp(), 1)))
             said.append(float((raw if self.raw_logps else log_p)[ids[-1]]))

@@ -179,10 +179,18 @@ def config(kind: str):
     return hf.Qwen3VLConfig(text_config={**text, "head_dim": 8}, vision_config=tower, **tokens)
 
 
-def vision_model(kind: str, seed: int = 0):
+def wide_config(kind: str):
+    """The config of a kind with heads of 32, the least that vLLM's attention on CPUs takes."""
+    made = config(kind)
+    made.text_config.hidden_size, made.text_config.head_dim, made.text_config.num_hidden_layers = 128, 32, 2
+    made.vision_config.hidden_size = 128
+    return made
+
+
+def vision_model(kind: str, seed: int = 0, settings=None):
     """A model of a kind in float32, in evaluation mode, whose weights are large enough for images to matter."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForImageTextToText.from_config(config(kind)).float().eval()
+    model = hf.AutoModelForImageTextToText.from_config(settings or config(kind)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

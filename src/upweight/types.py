@@ -196,7 +196,8 @@ class Mean:
     @staticmethod
     def of(values: Tensor) -> "Mean":
         values = values.detach().float()
-        return Mean(values.sum(), torch.full_like(values.sum(), float(values.numel())))
+        total = values.sum()
+        return Mean(total, torch.full_like(total, float(values.numel())))
 
     @staticmethod
     def over(values: Tensor, mask: Tensor) -> "Mean":

@@ -70,7 +70,7 @@ def test_the_exit_code_says_whether_the_config_fits(seven):
 
 
 def test_the_answer_names_all_keys_that_a_mode_sets(seven, capsys):
-    assert run(str(seven), [], memory=24, method="grpo") == 1
+    assert run(str(seven), [], memory=20, method="grpo") == 1
     assert "'memory: fast' (which sets gradient_checkpointing, gradient_checkpointing_kwargs)" in printed(capsys)[2]
 
 

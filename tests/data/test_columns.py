@@ -114,6 +114,34 @@ def test_data_that_cannot_be_read_are_errors_of_validate(tmp_path, monkeypatch, 
     assert problems == [] if said is None else said in problems[0]
 
 
+FORM = {"field_prompt": "question", "field_completion": "answer", "field_label": "thumbs"}
+
+
+@pytest.mark.parametrize("entry", [{}, {"as_messages": True}])
+def test_labels_in_words_are_an_error_of_validate_and_of_preparation(run, tmp_path, entry):
+    rows = [{"question": "Why?", "answer": "So.", "thumbs": mark} for mark in ("up", "down")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entry = {"path": "rows.jsonl", "type": FORM, **entry}
+    config = parse_config({"base_model": "some/model", "rl": "kto", "datasets": [entry]}, folder=tmp_path)
+    problem = "datasets[0] (rows.jsonl): row 0, 'thumbs': expected true or false, got 'up'; `upweight new FILE"
+    assert problem in next(data_problems(config))
+    with pytest.raises(UserError, match=r"row 0 .*'thumbs': expected true or false, got 'up'; `upw") as error:
+        run(rows, rl="kto", datasets=[entry], chat_template="chatml")
+    assert "field_label" not in str(error.value)
+
+
+def test_messages_in_columns_of_other_names(run, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "Why?"}], "answer": "So."}] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = parse_config({"base_model": "some/model", "datasets": [{"path": "rows.jsonl"}]}, folder=tmp_path)
+    (problem,) = data_problems(config)
+    assert "Add to it: `type: {field_instruction: prompt, field_output: answer}` and" in problem
+    assert "`as_messages: true`; to score answers by rewards: `rl: grpo`" in problem
+    fields = {"field_instruction": "prompt", "field_output": "answer"}
+    entry = {"path": "rows.jsonl", "type": fields, "as_messages": True}  # as it proposes
+    assert len(run(rows, rl=None, datasets=[entry], chat_template="chatml").train) == 4
+
+
 def test_data_of_another_machine_can_be_left_out(tmp_path):
     (tmp_path / "my.yaml").write_text("base_model: tiny\ndatasets:\n  - path: /cluster/rows.jsonl\n")
     done = upweight("validate", tmp_path / "my.yaml")

@@ -129,6 +129,31 @@ def test_the_cast_runs_once_per_step_and_copies_keep_their_storage():
     assert torch.equal(held, model.lm_head._parameters["weight"].to(BF16))
 
 
+def test_small_weights_are_cast_together_with_the_same_gradients(monkeypatch):
+    ids, grads, steps = tokens(), [], []
+    for limit in (1 << 28, 0):
+        monkeypatch.setattr("upweight.models.precision.CAST_TOGETHER", limit)
+        model = lora(llama(BF16))
+        copies = set_up_precision(model, BF16)
+        assert len({copy.grad_fn for copy in copies._copies}) == (1 if limit else len(copies._copies))
+        for part in ids.chunk(2):  # more than one backward passes through the cast
+            model(input_ids=part, labels=part).loss.backward()
+        grads.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
+        steps.append(train(model, ids, 3, 1e-2, copies))
+    assert all(grad.dtype == torch.float32 for grad in grads[0].values())
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    assert steps[0] == steps[1]
+
+
+def test_weights_without_a_gradient_get_none_from_the_common_cast():
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    set_up_precision(model, BF16)
+    model[1](torch.ones(1, 2, dtype=BF16)).sum().backward()
+    masters = dict(model.named_parameters())
+    assert masters["0.weight"].grad is None
+    assert masters["1.weight"].grad.dtype == torch.float32
+
+
 def test_tied_weights_share_one_copy():
     model = llama(BF16, tie_word_embeddings=True)
     copies = set_up_precision(model, BF16)

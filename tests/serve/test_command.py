@@ -67,6 +67,7 @@ def test_defaults(tmp_path):
         ("enable_prefix_caching", True, "--enable-prefix-caching", None),
         ("enable_prefix_caching", False, "--no-enable-prefix-caching", None),
         ("enforce_eager", True, "--enforce-eager", None),
+        ("enable_scale_out", True, "--enable-scale-out", None),
         ("tool_call_parser", "hermes", "--tool-call-parser", "hermes"),
         ("reasoning_parser", "qwen3", "--reasoning-parser", "qwen3"),
     ],

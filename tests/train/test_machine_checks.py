@@ -5,7 +5,7 @@ import pytest
 from upweight.config import parse_config
 from upweight.config.rules import NOT_VALIDATED
 from upweight.errors import UserError
-from upweight.train.machine_checks import check_machine, require_machine
+from upweight.train.machine_checks import check_machine, mps_problems, require_machine
 
 BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 WHOLE_WEIGHTS = {"optim_target_modules": "all-linear"}
@@ -107,3 +107,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(fo
     text = refused(tmp_path, output_dir=str(tmp_path / folder))
     assert text.startswith(f"output_dir: {tmp_path / folder.partition('/')[0]} ")
     assert text.endswith(f"{says}. Name another folder.")
+
+
+def test_what_needs_float64_is_refused_on_apples_gpu(tmp_path):
+    whole = lambda keys: parse_config({**BASE, **keys}, folder=tmp_path)  # noqa: E731
+    assert not list(mps_problems(whole({})))
+    (sampled,) = mps_problems(whole(online()))
+    assert sampled.startswith("rl: grpo")
+    texts = {"rl": None, "datasets": [{"path": "rows.jsonl", "type": "completion"}]}
+    (noisy,) = mps_problems(whole({**texts, "neftune_noise_alpha": 5}))
+    assert noisy.startswith("neftune_noise_alpha")
+    assert any("CUDA" in problem for problem in mps_problems(whole(QLORA)))

@@ -2,15 +2,24 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
+from accelerate import Accelerator
 
 from made_runs import upweight, write_config, write_model, write_online
 from tiny_models import tiny
-from upweight.config import load_config
+from upweight.config import load_config, parse_config
+from upweight.data.units import units_of
 from upweight.engine.activations import enable_checkpointing
+from upweight.methods import DPO, SFT
+from upweight.models.adapters.attach import attach_adapter
+from upweight.models.load import load_model
 from upweight.models.memory import TokenBytes
 from upweight.models.modules import unwrap_peft
+from upweight.train.policy import make_policy
 from upweight.train.run import build
+from upweight.train.step import StepRunner
 
 MODES = ("lean", "balanced", "fast")
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
@@ -49,6 +58,48 @@ def test_losses_are_the_same_in_all_modes(method, adapter, tmp_path):
     for mode in ("lean", "fast"):
         for found, right in zip(by_mode[mode], by_mode["balanced"], strict=True):
             assert found == pytest.approx(right, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA])
+@pytest.mark.parametrize("method", [DPO(), SFT()])
+def test_modes_agree_in_bfloat16_to_its_rounding(method, adapter, tmp_path):
+    """Losses and gradients of the three modes, and as a measure of rounding those of the same model in float32."""
+    folder = write_model(tmp_path / "model", num_hidden_layers=3)
+    losses, gradients = {}, {}
+    for mode in (*MODES, "float32"):
+        content = {"base_model": str(folder), "memory": "balanced" if mode == "float32" else mode, **adapter}
+        # Rows and the head's chunks are cut in the lean mode, whatever the size of these models.
+        content |= {"token_budget": 64, "head_chunk_tokens": 3} if mode == "lean" else {}
+        losses[mode], gradients[mode] = step_of(method, parse_config(content, folder=tmp_path, fragment=True), mode)
+    rounding = (gradients["balanced"] - gradients["float32"]).norm()
+    for mode in ("lean", "fast"):
+        assert losses[mode] == pytest.approx(losses["balanced"], rel=1e-2)
+        assert (gradients[mode] - gradients["balanced"]).norm() <= rounding
+    assert 0 < rounding < 0.2 * gradients["float32"].norm()
+
+
+def step_of(method, config, mode):
+    """The loss and the gradients of one step on units of different lengths."""
+    dtype = torch.float32 if mode == "float32" else torch.bfloat16
+    model = load_model(config.model, dtype, head="tokens", tokenizer=None, adapter=config.adapter, seed=0)
+    torch.manual_seed(0)
+    if config.adapter.kind is not None:
+        model = attach_adapter(model, config.adapter)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # or half of the gradients would be zero
+                weight.data.normal_(0, 0.1)
+    here, optim = torch.device("cpu"), config.optim
+    policy = make_policy(model.train(), method, dtype, here, longest=64, optim=optim, section=config.model)
+    runner = StepRunner(method, policy.engine, Accelerator(cpu=True), policy.token_budget, policy.reference, dtype)
+    rng = np.random.default_rng(0)
+    words = lambda length: rng.integers(2, 40, length).tolist()  # noqa: E731
+    if method.name == "dpo":
+        rows = [{"prompt_ids": words(9), "chosen_ids": words(5 + n), "rejected_ids": words(12 - n)} for n in range(6)]
+    else:
+        texts = [words(8 + 4 * n) for n in range(6)]
+        rows = [{"input_ids": ids, "labels": ids} for ids in texts]
+    loss = runner.train(model, units_of(rows, method))
+    return float(loss), torch.cat([p.grad.float().flatten() for p in model.parameters() if p.requires_grad])
 
 
 def test_lean_reaches_engine_and_sampler(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 from upweight.config.rules.data import CHAT_KINDS
 from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Example, Format, Setup
-from upweight.data.raw_row import Row, RowError
+from upweight.data.raw_row import Row, RowError, read_label
 from upweight.log import warn_once
 
 ANSWERS = ("chosen", "rejected", "completion")
@@ -39,7 +39,10 @@ def as_messages(setup: Setup, row: Row) -> Row:
         if role in texts:
             answer = texts[role]
             turns[role] = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    return Row(turns | ({"label": texts["label"]} if "label" in texts else {}))
+    if "label" in texts:
+        is_read = setup.method.formats() == "labelled" and "completion" in texts
+        turns["label"] = read_label(row, columns["label"]) if is_read else texts["label"]
+    return Row(turns)
 
 
 def has_empty_answer(setup: Setup, row: Row) -> bool:

@@ -4,7 +4,7 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,9 @@ ROLES = {
     "text": ("instruction", "output"),
     "prompts": ("prompt",),
 }
-ASKED = ("prompt", "question", "instruction", "query", "input", "problem", "task", "user", "context", "request")
+ASKED = ("prompt", "question", "instruction", "query", "input", "problem", "task", "user", "context", "request",
+         "message", "inquiry")  # fmt: skip
+ANSWERERS = {"agent", "assistant", "bot", "model", "system"}  # whose messages are no prompts
 ANSWERED = ("completion", "output", "answer", "response", "reply", "solution", "target", "assistant", "text")
 NAMES = {  # words in the names of columns, the likeliest first
     "prompt": ASKED,
@@ -28,6 +30,7 @@ NAMES = {  # words in the names of columns, the likeliest first
     "output": ("output", *ANSWERED),
     "label": ("label", "desirable", "thumbs", "thumb", "liked", "upvoted", "good", "correct", "rating", "feedback"),
 }
+OTHER = {"other", "alternative", "second"}  # the rejected one of two columns whose names are the same but for a word
 # What rows without a `type` need, by the kind of data: all of one of these.
 PLAIN = {
     "pairs": (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
@@ -43,12 +46,26 @@ def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
     left = list(columns)
     column_of: dict[str, str] = {}
     for role in ROLES.get(kind, ()):
-        column = next((name for word in (role, *NAMES[role]) for name in left if word in words_of(name)), None)
+        column = next((name for word in (role, *NAMES[role]) for name in left if _is_named(name, word)), None)
         column = column or next(iter(get_close_matches(role, left, 1, 0.75)), None)
+        if column is None and role == "rejected" and "chosen" in column_of:
+            column = _other_than(column_of["chosen"], left)
         if column is not None:
             column_of[role] = column
             left.remove(column)
     return column_of
+
+
+def _is_named(name: str, word: str) -> bool:
+    words = words_of(name)
+    return word in words and not (word == "message" and ANSWERERS & set(words))
+
+
+def _other_than(chosen: str, columns: Iterable[str]) -> str | None:
+    """Return the column beside a chosen one that is named alike: `other_answer` beside `preferred_answer`."""
+    rest = set(words_of(chosen)[1:]) - set(NAMES["chosen"])
+    words = {name: set(words_of(name)[1:]) for name in columns}
+    return next((name for name in words if words[name] & OTHER and words[name] - OTHER == rest), None)
 
 
 def words_of(name: str) -> list[str]:
@@ -63,6 +80,17 @@ def type_mapping(kind: str, columns: Iterable[str]) -> str | None:
     if not column_of or len(column_of) < len(ROLES[kind]):
         return None
     return f"type: {{{', '.join(f'field_{role}: {_quoted(name)}' for role, name in column_of.items())}}}"
+
+
+def mapping_advice(kind: str, row: Mapping[str, Any]) -> str | None:
+    """Return the keys that read a row with columns of other names, to paste; None where some are not recognised."""
+    mapping = type_mapping(kind, row)
+    if mapping is None:
+        return None
+    if not any(isinstance(row[name], list) for name in guess_columns(kind, row).values()):
+        return f"`{mapping}`"
+    scored = "" if kind != "text" or misses_columns("prompts", row) else "; to score answers by rewards: `rl: grpo`"
+    return f"`{mapping}` and, since there are messages in it, `as_messages: true`{scored}"
 
 
 def _quoted(name: str) -> str:

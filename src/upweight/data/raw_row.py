@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
+MAX_SHOWN = 30  # characters of a text that a message repeats
 # Columns that preparation adds to a prompt; all others come from the user's row.
 PREPARED_COLUMNS = ("prompt", "prompt_ids", "teacher_prompt_ids")
 
@@ -74,7 +75,8 @@ class Row(dict[str, Any]):
             return value.strip().lower() in ("true", "1")
         if isinstance(value, bool | int | float) and value in (0, 1):
             return bool(value)
-        raise RowError(key, f"true or false, got {describe_value(value)}")
+        shown = repr(value) if isinstance(value, str) and 0 < len(value) <= MAX_SHOWN else describe_value(value)
+        raise RowError(key, f"true or false, got {shown}")
 
     def optional_number(self, key: str) -> float | None:
         """Return the finite number at `key`, also if it is written as text, or None."""
@@ -105,6 +107,17 @@ class Row(dict[str, Any]):
             if isinstance(label, bool) or not isinstance(label, int):
                 raise RowError("labels", f"whole numbers, got {describe_value(label)}")
         return labels
+
+
+def read_label(row: Row, key: str) -> bool:
+    """Return whether a row of KTO is a good one."""
+    if not row.has(key):
+        raise RowError(key, "true or false, as KTO learns from labelled completions, or pairs: 'chosen', 'rejected'")
+    try:
+        return row.flag(key)
+    except RowError as error:
+        remedy = "`upweight new FILE --method kto` prints the lines that make labels of other words"
+        raise RowError(key, f"{error.expected}; {remedy}") from error
 
 
 def describe_value(value: Any) -> str:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from upweight.config.sections.data import UserFormat
 from upweight.data.chat_rows import has_empty_answer
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
-from upweight.data.columns import ROLES, type_mapping
+from upweight.data.columns import ROLES, mapping_advice
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
@@ -269,19 +269,17 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
-        columns = (
-            f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, list(map(str, content)))}"
-        )
+        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _rename_advice(job: EncodeJob, columns: Sequence[str]) -> str:
+def _rename_advice(job: EncodeJob, row: Mapping[str, Any]) -> str:
     """Return the advice on how to read columns with other names: the mapping to paste where they can be recognised."""
     kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
-    if job.encoder.setup.entry.type is None and (mapping := type_mapping(kind, columns)) is not None:
-        return f"Add to {job.where}: `{mapping}`"
+    if job.encoder.setup.entry.type is None and (mapping := mapping_advice(kind, row)) is not None:
+        return f"Add to {job.where}: {mapping}"
     if (key := TEXT_KEYS.get(str(job.encoder.setup.entry.type))) is not None:
         return f"`{key}: NAME` reads a column of another name"
     fields = ", ".join(f"field_{name}: NAME" for name in ROLES.get(kind, ()))

@@ -34,6 +34,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.expert_lora import add_expert_adapters
 from upweight.models.kernels.fused_layers import fuse_layers
+from upweight.models.kernels.rotary import fuse_rotary
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
 from upweight.models.patches import add_adapters_in_place, end_shard_group, rope_row_lengths
 from upweight.models.processor import ImageReader
@@ -76,6 +77,7 @@ class Engine:
         add_adapters_in_place(model)
         add_expert_adapters(model)
         fuse_layers(model)
+        fuse_rotary(model)
 
     def __call__(
         self,

@@ -117,7 +117,7 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
         return torch.float16
     if section.bf16 is True or section.pure_bf16:
         return torch.bfloat16
-    if section.bf16 is False or device.type == "cpu":
+    if section.bf16 is False or device.type in ("cpu", "mps"):
         return torch.float32
     return torch.bfloat16 if device.type != "cuda" or torch.cuda.is_bf16_supported() else torch.float16
 

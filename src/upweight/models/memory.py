@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -30,6 +30,7 @@ HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their grad
 # Of the memory that is free once the weights are loaded: the activations of one forward, which fix its tokens; keys and
 # values of sampling in this process, at each rollout; activations that need not be recomputed, at the first step.
 FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
+FUSED_ACTIVATIONS = ("silu", "swish")  # of models whose norms and gated blocks run as fused kernels on a GPU
 LAYERS_IN_FLIGHT = 2  # inputs of layers that are on the device while the others are in host memory
 MIN_TOKEN_BUDGET = 256  # below which a row is not cut when a step ran out of memory
 LESS_MEMORY = (  # remedies, the cheapest first
@@ -66,29 +67,41 @@ class TokenBytes:
     """What one token takes in half precision, by what holds it."""
 
     layers: int
-    layer: int  # all that one layer keeps for its backward
+    layer: int  # at the peak of one layer's backward: what it kept, what it recomputes, and their gradients
+    kept: int  # of that, what one layer keeps from its forward to its backward
+    gate: int  # what it keeps beside that if its gated block is not fused, because its weights are quantised
     inputs: int  # of one layer
     keys: int  # keys and values of all layers, in sampling
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "TokenBytes":
         """Return those of a language model, from its sizes."""
-        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        hidden = config.hidden_size
+        wide = getattr(config, "intermediate_size", None) or 4 * hidden
         if chosen := getattr(config, "num_experts_per_tok", None):  # each has its copy of the token, before and after
             inner = getattr(config, "moe_intermediate_size", None) or wide
-            wide = chosen * inner + chosen * 2 * config.hidden_size // 3
+            wide = chosen * inner + chosen * 2 * hidden // 3
         layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None) or 1
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        keys = 2 * layers * width * (getattr(config, "num_key_value_heads", None) or heads)
-        kept = 20 * config.hidden_size + 6 * wide
-        return cls(layers, HALF_BYTES * kept, HALF_BYTES * config.hidden_size, HALF_BYTES * keys)
+        width = getattr(config, "head_dim", None) or hidden // heads
+        keys = 2 * width * (getattr(config, "num_key_value_heads", None) or heads)
+        layer = 20 * hidden + 6 * wide
+        # Both norms keep their input and output, attention its query, keys, values and output, the next layer a copy of
+        # that output, and a gated block both factors and their product. Other layers are not fused, and keep more.
+        kept = 4 * hidden + 3 * heads * width + keys + 3 * wide
+        if getattr(config, "hidden_act", None) not in FUSED_ACTIVATIONS:
+            kept = layer
+        sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), hidden, layers * keys)
+        return cls(layers, *(HALF_BYTES * size for size in sizes))
+
+    def saved(self, savings: Savings) -> int:
+        """Return the bytes of a token's activations when a forward ends."""
+        if not savings.recompute:
+            return self.layers * self.kept
+        return (LAYERS_IN_FLIGHT if savings.offload_activations else self.layers) * self.inputs
 
     def peak(self, savings: Savings) -> int:
-        """Return the bytes of a token's activations at the peak of a step; recomputed, one layer's and all inputs."""
-        if not savings.recompute:
-            return self.layers * self.layer
-        saved = LAYERS_IN_FLIGHT if savings.offload_activations else self.layers
-        return saved * self.inputs + self.layer
+        """Return the bytes of a token's activations at the peak of a step, in the backward of one layer."""
+        return self.saved(savings) + self.layer - (0 if savings.recompute else self.kept)
 
 
 @dataclass(frozen=True)
@@ -104,10 +117,26 @@ class Shape:
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of expert weights, by their whole names
     positions: int | None = None  # that a sequence may have at most, where the model says so
 
-    def head_bytes(self, savings: Savings) -> int:
-        """Return the bytes of the projections of one chunk and their gradients."""
-        rows = savings.head_chunk
+    def head_bytes(self, savings: Savings, tokens: int | None = None) -> int:
+        """Return the bytes of the projections of one chunk and their gradients, of at most so many tokens."""
+        rows = min((count for count in (savings.head_chunk, tokens) if count is not None), default=None)
         return HEAD_CHUNK if rows is None else min(HEAD_CHUNK, rows * self.vocabulary * 2 * SINGLE_BYTES)
+
+    def activation_bytes(self, tokens: int, savings: Savings) -> int:
+        """Return the bytes of a forward's activations at the peak of a step: in the head, or in a layer's backward."""
+        head = tokens * self.token.saved(savings) + self.head_bytes(savings, tokens)
+        return max(head, tokens * self.token.peak(savings))
+
+    def quantised(self) -> "Shape":
+        """Return the sizes of the model with quantised weights."""
+        return replace(self, token=replace(self.token, kept=self.token.kept + self.token.gate, gate=0))
+
+    def tokens_in(self, free: float, savings: Savings) -> int:
+        """Return the most tokens of a forward whose activations fit into so many bytes."""
+        saved, chunk, logits = self.token.saved(savings), self.head_bytes(savings), self.head_bytes(savings, 1)
+        of_one_chunk = min(free / (saved + logits), chunk / max(logits, 1))
+        in_head = max((free - chunk) / saved, of_one_chunk)
+        return max(int(min(in_head, free / self.token.peak(savings))), 0)
 
 
 @dataclass(frozen=True)
@@ -226,14 +255,14 @@ def estimate(
         training += 3 * SINGLE_BYTES * shape.largest
         beside += HALF_BYTES * shape.parameters if reference else 0
     away = savings.offload_reference
-    activations = max(tokens * shape.token.peak(savings), shape.head_bytes(savings), beside if away else 0.0)
+    activations = max(shape.activation_bytes(tokens, savings), beside if away else 0.0)
     return Memory(weights, training + (0.0 if away else beside), activations)
 
 
 def longest(shape: Shape, memory: Memory, card: float, *, savings: Savings, sequences: int = 1) -> int:
     """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
     free = USABLE_SHARE * card - memory.weights - memory.training - memory.sampler
-    return max(int(free / shape.token.peak(savings) / sequences), 0) if free > shape.head_bytes(savings) else 0
+    return shape.tokens_in(free, savings) // sequences
 
 
 def sampler_bytes(free: float, reserved: float = 0.0) -> int:

@@ -11,7 +11,6 @@ from upweight.config.sections.rollout import IN_PROCESS
 from upweight.models.load import compute_dtype
 from upweight.models.memory import (
     GIB,
-    HEAD_CHUNK,
     USABLE_SHARE,
     Memory,
     Savings,
@@ -92,11 +91,12 @@ def plan_memory(
 
     `card`: bytes of a GPU to plan for, computing in half precision. `trained`: other weights than those of the config.
     """
-    model, savings = model or ModelNeeds.of(config), Savings.of(config)
+    model, savings, trained = model or ModelNeeds.of(config), Savings.of(config), trained or trained_weights(config)
+    shape = model.shape.quantised() if trained == "qlora" else model.shape
     (length, sequences), sharing = row_tokens(config), config.sharding.context_parallel_size
     need = estimate(
-        model.shape,
-        trained or trained_weights(config),
+        shape,
+        trained,
         config.adapter,
         optimizer=config.optim.optimizer,
         reference=keeps_start(config),
@@ -111,13 +111,12 @@ def plan_memory(
         width = compute_dtype(config.model, device).itemsize / 2
         card = float(total_memory(device) if on_gpu else free_memory(device) / USABLE_SHARE)
         shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-        activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
-        need = Memory(need.weights * width / shards, need.training / shards, activations)
+        need = Memory(need.weights * width / shards, need.training / shards, need.activations * width)
     available = USABLE_SHARE * card
-    held = _sampler_need(config, model.shape, width, available - need.weights - need.training, card)
+    held = _sampler_need(config, shape, width, available - need.weights - need.training, card)
     need = Memory(need.weights, need.training, need.activations, held)
-    most = longest(model.shape, need, card, savings=savings, sequences=sequences) * sharing
-    most = min(int(most / width), model.shape.positions or sys.maxsize)
+    most = longest(shape, need, card, savings=savings, sequences=sequences) * sharing
+    most = min(int(most / width), shape.positions or sys.maxsize)
     return MemoryPlan(need, available, "the GPU" if on_gpu else "this machine", most)
 
 

@@ -6,7 +6,7 @@ up before the registered parameters. The copy is the result of one recorded cast
 backward may pass through it; its gradient is float32, and micro-batches add up in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from upweight.log import warn_once
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+CAST_TOGETHER = 1 << 28  # bytes of gradients that may wait for each other before they are cast, as those of an adapter
 Sharding = Literal["none", "ddp", "fsdp", "deepspeed"]
 
 
@@ -92,8 +93,13 @@ class ComputeCopies:
 
     def rebuild(self) -> None:
         """Create every copy again, for masters that were replaced or moved."""
+        masters, dtypes = [weight.parameter for weight in self._weights], [weight.dtype for weight in self._weights]
+        together = sum(master.numel() * dtype.itemsize for master, dtype in zip(masters, dtypes, strict=True))
         with torch.inference_mode(False), torch.enable_grad():
-            self._copies = [weight.parameter.to(weight.dtype) for weight in self._weights]
+            if together <= CAST_TOGETHER:
+                self._copies = list(cast(tuple[Tensor, ...], _CastTogether.apply(dtypes, *masters)))
+            else:
+                self._copies = [master.to(dtype) for master, dtype in zip(masters, dtypes, strict=True)]
         for weight, copy in zip(self._weights, self._copies, strict=True):
             for module, name in weight.slots:
                 vars(module)[name] = copy
@@ -118,6 +124,32 @@ class ComputeCopies:
             for module, name in weight.slots:
                 vars(module).pop(name, None)
         self._handles, self._copies = [], []
+
+
+class _CastTogether(torch.autograd.Function):
+    """Casts many small weights, and the gradients of all that have one, in few launches instead of one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, dtypes: list[torch.dtype], *masters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(_cast_all(masters, dtypes))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        present = [number for number, grad in enumerate(grad_outputs) if grad is not None]
+        wide = _cast_all([grad_outputs[number] for number in present], [torch.float32] * len(present))
+        grads: list[Tensor | None] = [None] * len(grad_outputs)
+        for number, grad in zip(present, wide, strict=True):
+            grads[number] = grad
+        return None, *grads
+
+
+def _cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return the tensors in other dtypes."""
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    if made:
+        torch._foreach_copy_(made, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    return made
 
 
 def computed_weights(model: nn.Module, state_dict: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Any]]:

@@ -37,6 +37,7 @@ class Expansion(NamedTuple):
     text: str
     tokens: int  # placeholder tokens in it
     grid: tuple[int, int, int] | None
+    ids: tuple[int, ...] = ()  # its tokens
 
 
 class ImageReader:
@@ -68,11 +69,12 @@ class ImageReader:
     def refer(self, content: bytes, path: str) -> tuple[ImageRef, Expansion]:
         """Return the reference to an image and what stands for it in a text; raise a ValueError if it is broken."""
         digest = self.digest(content)
-        if digest not in self._sizes:
-            self._sizes[digest] = open_image(content).size
+        size = self._sizes.get(digest)  # several threads may ask
+        if size is None:
+            size = self._sizes[digest] = open_image(content).size
             if len(self._sizes) > CACHED_SIZES:
                 self._sizes.popitem(last=False)
-        expansion = self.expansion(*self._sizes[digest])
+        expansion = self.expansion(*size)
         return ImageRef(digest, path, expansion.tokens, self.token_id, expansion.grid), expansion
 
     def _expansion(self, width: int, height: int) -> Expansion:
@@ -87,7 +89,8 @@ class ImageReader:
         text = next((one for one in texts if tokenizer.encode(one, add_special_tokens=False) == ids), None)
         if text is None:
             raise UserError(f"processor_type: {type(self.processor).__name__} writes image tokens that are not text")
-        return Expansion(text, ids.count(self.token_id), None if grid is None else (grid[0], grid[1], grid[2]))
+        on_grid = None if grid is None else (grid[0], grid[1], grid[2])
+        return Expansion(text, ids.count(self.token_id), on_grid, tuple(ids))
 
     def _process(self, image: Any) -> Any:
         return self.processor(text=[self.placeholder], images=[image], add_special_tokens=False, return_tensors="pt")
@@ -113,11 +116,8 @@ class ImageReader:
         moved = {name: value.to(ids_BN.device) for name, value in pixels.items()}
         return moved | token_types(self.family, ids_BN == self.token_id)
 
-    def _read(self, ref: ImageRef) -> Inputs:
-        """Return the inputs of one image; the last ones are kept, since several forwards may read a row."""
-        if ref.digest in self._pixels:
-            self._pixels.move_to_end(ref.digest)
-            return self._pixels[ref.digest]
+    def content(self, ref: ImageRef) -> bytes:
+        """Return the bytes of an image's file; raise if they are not those of the prepared row."""
         try:
             content = Path(ref.path).read_bytes()
         except OSError as error:
@@ -126,8 +126,19 @@ class ImageReader:
         if self.digest(content) != ref.digest:
             remedy = "set `skip_prepare_dataset: true` once, or remove `dataset_prepared_path`"
             raise UserError(f"image {ref.path}: changed since the rows were prepared; {remedy}")
+        return content
+
+    def inputs_of(self, content: bytes) -> Inputs:
+        """Return the vision tower's inputs of one image from the bytes of its file."""
         out = self._process(open_image(content))
-        inputs = {name: out[name] for name in self.family.inputs}
+        return {name: out[name] for name in self.family.inputs}
+
+    def _read(self, ref: ImageRef) -> Inputs:
+        """Return the inputs of one image; the last ones are kept, since several forwards may read a row."""
+        if ref.digest in self._pixels:
+            self._pixels.move_to_end(ref.digest)
+            return self._pixels[ref.digest]
+        inputs = self.inputs_of(self.content(ref))
         self._pixels[ref.digest] = inputs
         self._bytes += _size(inputs)
         while self._bytes > PIXEL_CACHE_BYTES and len(self._pixels) > 1:

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from upweight.models.modules import dropout_off
+from upweight.models.modules import dropout_off, every_module
 from upweight.models.precision import TrainedWeight, trained_weights
 from upweight.models.shards import drop_gathered, is_sharded, local_shard, zero3_shard
 
@@ -105,19 +105,20 @@ class AdapterOff(Reference):
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
-        # PEFT switches the gradients of all adapters off and those of the active ones on again.
-        trained = {parameter: parameter.requires_grad for parameter in self._policy.parameters()}
-        tuner = self._policy.base_model
-        assert isinstance(tuner, BaseTuner)
-        tuner.disable_adapter_layers()
+        # Not by PEFT's `disable_adapter_layers`, which also switches the gradients of every weight off and on again:
+        # without gradients that is for nothing, and takes the host as long as launching a forward.
+        parts = [
+            one for one in every_module(self._policy) if isinstance(one, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
+        before = [part._disable_adapters for part in parts]
         try:
+            for part in parts:
+                vars(part)["_disable_adapters"] = True
             with torch.no_grad(), dropout_off(wrapped):
                 yield wrapped
         finally:
-            tuner.enable_adapter_layers()
-            for parameter, requires_grad in trained.items():
-                if parameter.requires_grad != requires_grad:
-                    parameter.requires_grad_(requires_grad)
+            for part, disabled in zip(parts, before, strict=True):
+                vars(part)["_disable_adapters"] = disabled
 
 
 class LivePolicy(Reference):

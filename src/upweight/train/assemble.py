@@ -39,6 +39,7 @@ from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
+from upweight.train.machine_checks import mps_problems
 from upweight.train.objects import YAML_ONLY, Model, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
@@ -73,7 +74,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     """Build the parts of a trainer. With `trains`, weights may be loaded directly as shards."""
     set_variables(config.tracking)
     ranks, device = join_ranks(config.sharding.timeout, config.sharding.wait_timeout)
-    device = device if objects.arguments is None else objects.arguments.device
+    device = _device(config, device if objects.arguments is None else objects.arguments.device)
     context = context_parallel_group(config.sharding.context_parallel_size)
     if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows
         require_shareable(load_model_config(config.model), context.size)
@@ -146,6 +147,13 @@ def _with_images(config: Config, model: Model, ranks: int) -> OptimSection:
     if problems:
         raise UserError("\n".join(problems))
     return config.optim.model_copy(update={"activation_offloading": False})  # `memory` may have set it
+
+
+def _device(config: Config, device: torch.device) -> torch.device:
+    """Return the device; raise where it is Apple's, on which the config cannot run."""
+    if device.type == "mps" and (problems := list(mps_problems(config))):
+        raise UserError("\n".join(problems))
+    return device
 
 
 def _load_tokenizer(config: Config, objects: Objects) -> Tokenizer:

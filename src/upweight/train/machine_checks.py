@@ -47,6 +47,19 @@ def gpus(config: Config, *, trains: bool) -> Iterator[str]:
         yield "trl.vllm_weight_transfer: weights go from GPU to GPU, and no CUDA device is visible; use 'folder'."
 
 
+def mps_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot run on Apple's MPS device, which has no float64."""
+    remedy = "Train on the CPU: leave out UPWEIGHT_DEVICE, in a script pass `use_cpu=True`."
+    if config.method.online:
+        yield f"rl: {config.method.name} samples and scores in float64, which MPS does not have. {remedy}"
+    elif config.method.needs_teacher:
+        yield f"rl: {config.method.name} compares with its teacher in float64, which MPS does not have. {remedy}"
+    if config.optim.neftune_alpha is not None:
+        yield "neftune_noise_alpha: it reads lengths in float64, which MPS does not have. Leave it out."
+    if config.adapter.load_in_4bit or config.adapter.load_in_8bit:
+        yield "load_in_4bit, load_in_8bit: quantised weights need a CUDA device. Leave them out."
+
+
 def packages(config: Config, *, trains: bool) -> Iterator[str]:
     """Check that optional packages are installed; that of the optimizer only where the run trains."""
     module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))

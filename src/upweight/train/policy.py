@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, set_seed
 from upweight.config import Config
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
+from upweight.config.servers import direct_transfer
 from upweight.config.zero import zero_stage
 from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
@@ -31,10 +32,12 @@ from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.models.vision import freeze_vision, vision_family, vision_module_names
+from upweight.rollout.vllm.images import SERVED_TYPES
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.experts.balance import router_coefficient
+from upweight.train.experts.blocks import refuse_units_of_experts, set_up_experts
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
@@ -94,6 +97,8 @@ def load_policy(
         model = attach_adapter(model, config.adapter, new_tokens=new_tokens, excluded=frozen_vision)  # pyright: ignore
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
+    if sharding == "fsdp":
+        refuse_units_of_experts(model, config.sharding.wrap_layers)
     return model
 
 
@@ -179,6 +184,7 @@ def make_policy(
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
     copies = set_up_precision(model, dtype, sharding=sharding, pure=section.pure_bf16)
+    set_up_experts(model, sharding)
     images = image_reader(tokenizer)
     attach_engine = partial(
         Engine, layout=section.layout, longest=longest, context=context, images=images, head_chunk=optim.head_chunk
@@ -265,12 +271,25 @@ def image_problems(config: Config, model: Model, ranks: int) -> Iterator[str]:
     if config.optim.activation_offloading and config.optim.memory != "lean":  # which leaves it out for them
         yield "activation_offloading: it does not cover rows with images; leave it out."
     if config.method.online and config.rollout.use_vllm:
-        yield "trl.use_vllm: images are not sent to vLLM yet; leave it out to sample in this process."
+        yield from _problems_with_vllm(config, model)
     if config.method.online and config.rollout.rollout_backend:
         yield "trl.rollout_backend: a backend of yours gets no images; leave it out, or write a trl.rollout_func."
     if ranks > 1 and config.optim.checkpointing_args.get("use_reentrant") and trains_vision(model):
         problem = "a rank whose rows have no image leaves the vision tower without gradients, which it hides"
         yield f"gradient_checkpointing_kwargs: use_reentrant: {problem}; set it to false, or 'freeze_vision: true'."
+
+
+def _problems_with_vllm(config: Config, model: Model) -> Iterator[str]:
+    """Yield what is wrong with settings with which vLLM gets no images."""
+    here = "leave out trl.use_vllm to sample in this process"
+    if config.sharding.fsdp or config.sharding.deepspeed is not None:
+        yield f"fsdp, deepspeed: sharded weights are not compared with vLLM's after images; {here}."
+    if config.rollout.vllm_mode == "colocate":
+        yield f"trl.vllm_mode: colocated vLLM gets no images; use 'vllm_mode: server', or {here}."
+    elif direct_transfer(config) is not None:
+        yield "trl.vllm_weight_transfer: the weights of a vision model are sent through a folder alone; use 'folder'."
+    if (kind := unwrap_peft(model).config.model_type) not in SERVED_TYPES:
+        yield f"trl.use_vllm: images go to vLLM for {', '.join(SERVED_TYPES)}, not for {kind}; {here}."
 
 
 def trains_vision(model: Model) -> bool:

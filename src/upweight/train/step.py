@@ -27,7 +27,7 @@ from upweight.train.experts.balance import RouterBalance
 from upweight.train.experts.replay import replay_metrics
 from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.train.recording.by_source import losses_by_source
-from upweight.train.recording.metrics import Meters
+from upweight.train.recording.metrics import Meters, sum_dtype
 from upweight.train.row_check import RowCheck
 from upweight.types import Loss, Mean, Metrics, Outputs, Unit
 
@@ -139,14 +139,19 @@ class StepRunner:
             self.meters.add(metrics)
         if self.skip_zero_advantage:
             parts = {"forwarded_share": (forwarded, units), "skipped_zero_adv_batches": (not forwarded, 1)}
+            device = self.accelerator.device
             for name, part in parts.items():
-                self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
+                self.meters.add(
+                    {name: Mean(*torch.tensor(part, dtype=sum_dtype(device)).to(device, non_blocking=True))}
+                )
 
     def _step_counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the counts of the whole step, which every rank holds."""
         counts = self.method.count(count_batch(units, self.method.head == "tokens"))
         counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
-        return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
+        # Without waiting for the GPU, which still works on the step before.
+        moved = torch.stack(list(counts.values())).to(self.accelerator.device, non_blocking=True)
+        return dict(zip(counts, moved.unbind(), strict=True))
 
     def _prepare(
         self, model: nn.Module, rows: Sequence[PackedRow], balance: RouterBalance | None = None

@@ -65,6 +65,34 @@ def test_labels_in_words_become_true_and_false(refused, method):
     assert [row["label"] for row in rows] == ["False", "True", "False"]
 
 
+@pytest.mark.parametrize("method", [None, "kto"])
+@pytest.mark.parametrize("marks", [("up", "", "down"), ("up", "neutral", "down"), ("up", "", "meh")])
+def test_rows_without_a_mark_are_not_made_bad_ones(refused, method, marks):
+    text = "id,Customer message,Agent reply,Thumbs\n" + "".join(f"1,Why?,So.,{mark}\n" for mark in marks * 2)
+    problem, rows = refused(text, method)
+    assert "# rows without a mark are left out" in problem
+    assert [row["Thumbs"] for row in rows] == ["True", "False"] * 2
+
+
+def test_pairs_are_not_made_with_rows_without_a_mark(refused):
+    _, rows = refused("prompt,answer,label\nWhy?,So.,good\nWhy?,No.,\nWho?,Me.,good\nWho?,You.,bad\n", "dpo")
+    assert [row["rejected"] for row in rows] == ["You."]
+
+
+@pytest.mark.parametrize("method", [None, "kto"])
+def test_labels_beside_a_prompt_that_is_not_recognised(refused, method):
+    problem, rows = refused("id,words,reply,thumbs\n1,Why?,So.,up\n2,Who?,Me.,down\n3,What?,No.,down\n", method)
+    assert "write the name of the column with the prompts" in problem
+    assert "--method sft" not in problem
+    assert [row["thumbs"] for row in rows] == ["True", "False", "False"]
+
+
+def test_the_role_without_a_column_is_named(refused):
+    problem, _ = refused("id,words,Agent reply,thumbs\n1,Why?,So.,true\n")
+    assert "completion is 'Agent reply', label is 'thumbs', no prompt is recognised among id, words" in problem
+    assert "`type: {field_prompt: ..., field_completion: Agent reply, field_label: thumbs}`" in problem
+
+
 @pytest.mark.parametrize("labels", [("true", ""), ("1", "2"), ("yes", "yes"), ("1.0", "0.0")])
 def test_rows_with_labels_that_cannot_be_read_are_not_proposed_for_sft(refused, labels):
     problem, _ = refused("prompt,completion,label\n" + "".join(f"Why?,So.,{label}\n" for label in labels))
@@ -101,6 +129,11 @@ def test_rows_that_cannot_be_paired(refused):
         ("prompt,chosen,rejected,score_chosen\nWhy?,So.,No.,5\n", {}, "not read by dpo: score_chosen"),
         (LABELS, {"method": "sft"}, "all rows are trained on, whatever 'label' holds: 'good', 'bad'"),
         ("question;better;worse\nWhy?;So.;No.\n", {}, "chosen is 'better', rejected is 'worse'"),
+        (
+            "id;question;preferred_answer;other_answer;rater\n1;Why?;So.;No.;r\n",
+            {},
+            "prompt is 'question', chosen is 'preferred_answer', rejected is 'other_answer'",
+        ),
     ],
 )
 def test_what_is_noted(tmp_path, caplog, text, options, note):

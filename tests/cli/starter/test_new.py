@@ -49,6 +49,13 @@ def test_the_method_is_proposed_by_the_columns(columns, method):
     assert propose(columns, [dict.fromkeys(columns, "true")], Path("mine.csv"))[0] == method
 
 
+def test_two_answers_raise_the_question_whether_they_are_a_pair():
+    row = {"question": "Why?", "answer_a": "Well, so.", "answer_b": "Well, no."}
+    assert "Is one of 'answer_a' and 'answer_b' the better answer?" in propose(list(row), [row], Path("mine.csv"))[1]
+    row = {"question": "Why?", "answer": "Well, so.", "answer_id": "7"}
+    assert "better answer" not in propose(list(row), [row], Path("mine.csv"))[1]
+
+
 def test_columns_that_nobody_knows():
     with pytest.raises(UserError, match="no column is recognised among a, b"):
         propose(["a", "b"], [{}], Path("mine.csv"))
@@ -113,7 +120,8 @@ def test_prompts_get_a_reward_to_change(tmp_path, model):
     assert "def good(completions" in (tmp_path / "say" / "rewards.py").read_text()
     assert upweight("validate", "say/it.yaml", folder=tmp_path).returncode == 0
     tried = upweight("rewards", "say/it.yaml", "--prompts", 1, "trl.max_completion_length=4", folder=tmp_path)
-    assert tried.returncode == 0, tried.stderr
+    assert tried.returncode in (0, 1), tried.stderr  # 1: all of 8 short answers may get the same reward
+    assert "good" in tried.stdout
 
 
 def test_a_model_that_is_not_there_is_said_and_the_config_is_written(tmp_path):

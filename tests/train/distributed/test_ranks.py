@@ -18,6 +18,7 @@ from upweight.train.distributed.ranks import (
     join_ranks,
     leave_ranks,
     local_rank0_first,
+    mps_chosen,
 )
 from upweight.train.run import train
 
@@ -94,3 +95,19 @@ def test_runs_follow_each_other_in_the_same_ranks(model_folder, tmp_path):
     on_ranks(train_both, 2, files)
     first, second = (metrics_of(folder / "out") for folder in folders)
     assert [line["loss"] for line in first] == [line["loss"] for line in second]
+
+
+def test_apples_gpu_is_taken_only_where_it_is_asked_for_and_there(monkeypatch):
+    monkeypatch.delenv("UPWEIGHT_DEVICE", raising=False)
+    assert not mps_chosen()
+    monkeypatch.setenv("UPWEIGHT_DEVICE", "mps")
+    for there in (True, False):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
+        if there:
+            assert mps_chosen()
+        else:
+            with pytest.raises(UserError, match="no MPS device"):
+                mps_chosen()
+    monkeypatch.setenv("UPWEIGHT_DEVICE", "tpu")
+    with pytest.raises(UserError, match="'tpu' is no choice"):
+        mps_chosen()

@@ -3,7 +3,7 @@
 import torch
 from accelerate import Accelerator
 
-from upweight.train.recording.metrics import Meters
+from upweight.train.recording.metrics import Meters, sum_dtype
 from upweight.types import Extreme, Mean
 
 
@@ -25,6 +25,20 @@ def test_sums_do_not_lose_small_parts():
     for _ in range(8):
         meters.add({"a": mean(1.0, 0)})
     assert meters.drain(Accelerator(cpu=True)) == {"a": 2.0**24 + 8}
+
+
+def test_numbers_of_other_dtypes_keep_their_precision():
+    meters, large = Meters(), 2**24 + 1
+    for _ in range(2):
+        whole = Mean(torch.tensor(large), torch.tensor(1))
+        meters.add({"whole": whole, "half": mean(0.5, 1), "most": Extreme(torch.tensor(3.0)), "double": whole})
+    right = {"whole": large, "half": 0.5, "most": 3.0, "double": large}
+    assert meters.drain(Accelerator(cpu=True)) == right
+
+
+def test_only_apples_gpu_sums_in_float32():
+    assert sum_dtype(torch.device("mps")) == torch.float32
+    assert {sum_dtype(torch.device(kind)) for kind in ("cpu", "cuda")} == {torch.float64}
 
 
 def test_gradients_are_not_kept():

@@ -93,9 +93,21 @@ def _goodness(text: str) -> int:
     return 0 if text in GOOD else 2 if text in BAD or not text else 1
 
 
-def label_problem(file: Path, name: str, values: Sequence[str]) -> str:
+def _marked_lines(name: str, values: Sequence[str]) -> list[str]:
+    """Return the line that leaves out rows without a mark, which are neither good nor bad, if there are any."""
+    judged = [value for value in values if value.lower() in (*GOOD, *BAD)]
+    decided = judged if {_goodness(value.lower()) for value in judged} == {0, 2} else [one for one in values if one]
+    if len(decided) == len(values):
+        return []
+    return [f"rows = rows[rows[{name!r}].str.strip().isin({decided})]   # rows without a mark are left out"]
+
+
+def label_problem(file: Path, name: str, values: Sequence[str], columns: Sequence[str]) -> str:
     """Return what is amiss with labels in words, with lines that make them true and false."""
-    lines = [f"rows[{name!r}] = rows[{name!r}].str.strip() == {values[0]!r}   # true for good rows"]
+    lines = _marked_lines(name, values)
+    lines += [f"rows[{name!r}] = rows[{name!r}].str.strip() == {values[0]!r}   # true for good rows"]
+    if "prompt" not in guess_columns("labelled", columns):
+        lines += ["rows = rows.rename(columns={'...': 'prompt'})   # write the name of the column with the prompts"]
     held = " and ".join(repr(value) if value else "nothing" for value in values)
     problem = f"{name!r} holds {held}; kto learns from good and bad rows, marked true or false"
     return f"{file}: {problem}:\n{_recipe(file, name, lines, 'rows')}"
@@ -118,7 +130,7 @@ def refuse_labels(file: Path, columns: Sequence[str], rows: Rows) -> None:
     if name is None or "completion" not in column_of or {"chosen", "rejected"} <= set(columns):
         return  # pairs, or columns that are missing
     if (marked := labels_in_words(columns, rows)) is not None:
-        raise UserError(label_problem(file, *marked))
+        raise UserError(label_problem(file, *marked, columns))
     for number, row in enumerate(rows):
         if not is_label(row.get(name)):
             advice = f". {rating_advice(name)}" if is_rating(name, rows) else ""
@@ -140,6 +152,7 @@ def pairing_advice(file: Path, columns: Sequence[str], rows: Rows) -> str | None
     if marked is not None:
         order = f"lambda marks: marks.str.strip() == {marked[1][0]!r}"
     lines = [
+        *(_marked_lines(*marked) if marked is not None else ()),
         f"rows = rows.sort_values({name!r}, key={order}, ascending=False)",
         f"of_prompt = rows.groupby({column_of['prompt']!r})",
         "best, worst = of_prompt.first(), of_prompt.last()",
@@ -147,6 +160,17 @@ def pairing_advice(file: Path, columns: Sequence[str], rows: Rows) -> str | None
         "pairs = pairs[['chosen', 'rejected']].reset_index()",
     ]
     return f"{one_answer}. Pair rows of one prompt by {name!r}:\n{_recipe(file, name, lines, 'pairs')}"
+
+
+def second_answer_advice(columns: Sequence[str], rows: Rows) -> str:
+    """Return the question whether rows with two texts that may be answers are pairs; nothing where they have one."""
+    column_of = guess_columns("text", columns)
+    for name in columns:
+        is_answer = name not in column_of.values() and set(ANSWERED) & set(words_of(name))
+        if len(column_of) == 2 and is_answer and any(" " in str(row.get(name) or "").strip() for row in rows):
+            first = column_of["output"]
+            return f". Is one of {first!r} and {name!r} the better answer? Then name them chosen and rejected, for dpo"
+    return ""
 
 
 def _recipe(file: Path, column: str, lines: Sequence[str], table: str) -> str:

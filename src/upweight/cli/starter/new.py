@@ -100,11 +100,14 @@ def propose(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], file: Pat
         feedback.is_label(row.get(labelled["label"])) for row in rows
     ):
         return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
-    if not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2:
-        if (marked := feedback.labels_in_words(columns, rows)) is not None:
-            problem = feedback.label_problem(file, *marked)
-            raise UserError(f"{problem}\n`--method sft` trains on all rows, whatever {marked[0]!r} holds.")
-        return "sft", "these look like answers as they should be: sft (grpo, if answers can be scored)"
+    reads_text = not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2
+    if (reads_text or "completion" in labelled) and (marked := feedback.labels_in_words(columns, rows)) is not None:
+        problem = feedback.label_problem(file, *marked, columns)
+        also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
+        raise UserError(f"{problem}{also}")
+    if reads_text:
+        why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
+        return "sft", why + feedback.second_answer_advice(columns, rows)
     if "prompt" in guess_columns("prompts", columns):
         return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
     known = "prompt with chosen and rejected, completion and label, completion, or messages"
@@ -136,12 +139,22 @@ def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
     elif misses_columns(kind, columns) or (kind == "pairs" and "prompt" not in columns and "prompt" in guessed):
         mapping = type_mapping(kind, columns)
         if mapping is None:
-            problem = f"{plan.method} needs {', '.join(ROLES[kind])}, and not all are recognised among"
             pairing = feedback.pairing_advice(plan.file, columns, plan.rows) if kind == "pairs" else None
-            remedy = f"{pairing[0].upper()}{pairing[1:]}" if pairing else "Rename columns (upweight docs formats)."
-            raise UserError(f"{plan.file}: {problem} {', '.join(columns)}. {remedy}")
+            remedy = f"{pairing[0].upper()}{pairing[1:]}" if pairing else _missing_remedy(kind, guessed)
+            known = [f"{role} is {guessed[role]!r}" for role in ROLES[kind] if role in guessed]
+            gone = " and no ".join(role for role in ROLES[kind] if role not in guessed)
+            problem = f"{plan.method} needs {', '.join(ROLES[kind])}; {', '.join([*known, f'no {gone} is recognised'])}"
+            raise UserError(f"{plan.file}: {problem} among {', '.join(columns)}. {remedy}")
         plan.entry |= yaml.safe_load(mapping)
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in guessed.items())}")
+
+
+def _missing_remedy(kind: str, guessed: Mapping[str, str]) -> str:
+    """Return what to do where a role has no column: rename one, or name it in a config."""
+    gone = [role for role in ROLES[kind] if role not in guessed]
+    fields = ", ".join(f"field_{role}: {guessed.get(role, '...')}" for role in ROLES[kind])
+    rename = f"Name the column that holds it {gone[0]!r}" if len(gone) == 1 else f"Name their columns {', '.join(gone)}"
+    return f"{rename}, or write a config whose entry has `type: {{{fields}}}` (upweight docs formats)."
 
 
 def _unread_notes(plan: Plan, columns: Sequence[str]) -> list[str]:

@@ -91,8 +91,9 @@ def routing_replay(config: Config) -> Iterator[str]:
     for name, value in {"rollout_func": rollout.rollout_func, "rollout_backend": rollout.rollout_backend}.items():
         if value is not None and value != IN_PROCESS:
             yield f"{key}: code of yours records no experts. Drop it, or 'trl.{name}'."
-    if sharding.fsdp or sharding.deepspeed is not None:
-        yield f"{key}: needs whole weights on each rank. Drop it, or train without sharding."
+    if sharding.deepspeed is not None:
+        problem = "routers are not tried on weights that DeepSpeed partitions"
+        yield f"{key}: {problem}. Drop it, or shard with 'fsdp: true' in place of 'deepspeed'."
     if sharding.context_parallel_size > 1:
         yield f"{key}: experts of rows that ranks share are not replayed. Drop it, or 'context_parallel_size'."
 

@@ -147,6 +147,9 @@ class VllmSection(Section):
     max_model_len: PositiveInt | None = setting("vllm.max_model_len", None, "Longest sequence that the server accepts.")
     prefix_caching: bool | None = setting("vllm.enable_prefix_caching", None, "Reuse the cache of common prefixes.")
     enforce_eager: bool = setting("vllm.enforce_eager", False, "Run without CUDA graphs.")
+    scale_out: bool = setting(
+        "vllm.enable_scale_out", False, "Open the routes for token ids with images, which vLLM 0.32 keeps closed."
+    )
     reasoning: bool = setting("vllm.enable_reasoning", False, "Separate reasoning text; needs `reasoning_parser`.")
     reasoning_parser: str | None = setting("vllm.reasoning_parser", None, "vLLM's parser for reasoning text.")
     tool_call_parser: str | None = setting(

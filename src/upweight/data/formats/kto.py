@@ -6,7 +6,7 @@ from typing import Any
 from upweight.data.examples import Completions, Example, Format, Setup
 from upweight.data.formats import pairs
 from upweight.data.formats.markup import FAMILIES, Family, filled, last_answer, prompt_of_form
-from upweight.data.raw_row import Row, RowError
+from upweight.data.raw_row import Row, RowError, read_label
 
 
 def unpaired(paired: Format, setup: Setup, row: Row) -> list[Example]:
@@ -28,9 +28,7 @@ def or_pairs(single: Format, paired: Format, setup: Setup, row: Row) -> list[Exa
 
 def label(row: Row, key: str = "label") -> dict[str, Any]:
     """Return the column `label` of a row: whether its completion is desirable."""
-    if not row.has(key):
-        raise RowError(key, "true or false, as KTO learns from labelled completions, or pairs: 'chosen', 'rejected'")
-    return {"label": row.flag(key)}
+    return {"label": read_label(row, key)}
 
 
 def conversation(family: Family, setup: Setup, row: Row) -> list[Example]:

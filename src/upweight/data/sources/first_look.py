@@ -7,7 +7,8 @@ from typing import Any
 from upweight.config import Config
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
-from upweight.data.columns import PLAIN, ROLES, first_row, misses_columns, type_mapping
+from upweight.data.columns import PLAIN, ROLES, first_row, mapping_advice, misses_columns
+from upweight.data.raw_row import Row, RowError, read_label
 from upweight.data.sources.lookup import entry_name, existing, matches, missing_files, patterns_of
 from upweight.errors import did_you_mean
 
@@ -57,9 +58,22 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
     for pattern in patterns_of(entry)[:1]:
         files += map(Path, matches(pattern, local, config.folder)[0][:1])
     row = first_row(files[0]) if files else None
-    problem = missing_columns(config.method.formats(), entry, row) if row is not None else None
+    kind = config.method.formats()
+    problem = missing_columns(kind, entry, row) or _unread_label(kind, entry, row) if row is not None else None
     if problem is not None:
         yield f"{entry_name(entry, key)}: {problem}"
+
+
+def _unread_label(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> str | None:
+    """Return why the label of a first row cannot be read; None where it can, and where a format reads it otherwise."""
+    form = entry.type or UserFormat()
+    if kind != "labelled" or not isinstance(form, UserFormat) or not _has(row, form.field_completion):
+        return None
+    try:
+        read_label(Row(row), form.field_label)
+    except RowError as error:
+        return f"row 0, {error}"
+    return None
 
 
 def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> str | None:
@@ -76,8 +90,8 @@ def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> st
         named = {entry.field_messages, entry.field} - {None}  # of rows whose columns have other names
         if not misses_columns(kind, [*row, *("text" for name in named if _has(row, str(name)))]):
             return None
-        mapping = type_mapping(kind, row)
-        remedy = f"Add to it: `{mapping}`" if mapping else "`type` maps columns of other names (upweight docs formats)"
+        mapping = mapping_advice(kind, row)
+        remedy = f"Add to it: {mapping}" if mapping else "`type` maps columns of other names (upweight docs formats)"
         wanted = " or ".join(" and ".join(names) for names in PLAIN[kind])
         return f"the columns are {', '.join(row)}; rows without a `type` need {wanted}. {remedy}"
     renamed = {"messages": entry.field_messages, "chosen": entry.field_chosen, "rejected": entry.field_rejected}

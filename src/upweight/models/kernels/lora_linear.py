@@ -1,5 +1,6 @@
 """The product of a frozen linear layer with its LoRA adapter, and the choice of kernel by the number of rows."""
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -60,8 +61,20 @@ class LowRankLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         x_ND, narrow, weight, down, up = ctx.saved_tensors
-        grad_narrow = (grad @ up).mul_(ctx.scaling)
+        grad_narrow = _scaled_product(grad, up, ctx.scaling)
         grad_x = (grad @ weight).addmm_(grad_narrow, down) if ctx.needs_input_grad[2] else None
         grad_down = grad_narrow.t() @ x_ND if ctx.needs_input_grad[4] else None
-        grad_up = (grad.t() @ narrow).mul_(ctx.scaling) if ctx.needs_input_grad[5] else None
+        grad_up = _scaled_product(grad.t(), narrow, ctx.scaling) if ctx.needs_input_grad[5] else None
         return None, None, grad_x, None, grad_down, grad_up
+
+
+def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """Return scaling * left @ right, where the product itself scales: no launch more, and no rounding before it."""
+    return torch.addmm(_nothing(left.dtype, left.device), left, right, beta=0, alpha=scaling)
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what a product is added to where it is added to nothing."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device)

@@ -50,7 +50,7 @@ class TurnBatcher:
             raise UserError("environment: images are read by sampling in this process; leave out what else samples.")
         start = getattr(self.generator, "start", None)
         if start is not None:
-            sampling = dataclasses.replace(self.sampling, max_new_tokens=limit)
+            sampling = dataclasses.replace(self.sampling, max_new_tokens=limit, images=(images,) if images else ())
             return await asyncio.wrap_future(start(prompt, len(seeds), sampling))
         request = _TurnRequest(prompt, limit, seeds, images)
         self._events.put(request)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -19,6 +20,8 @@ from upweight.config.servers import not_for_vllm
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.models.export import refuse_unmergeable, write_unmerged, write_weights
+from upweight.models.modules import unwrap_peft
+from upweight.models.vision import vision_family, vision_module_names
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 
 
@@ -32,6 +35,7 @@ class ServedVersion:
     began: float | None = None  # start time of the server process that loaded it
     users: int = 0  # running requests
     top_logps: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; logps after them
+    with_image: tuple[list[int], list[float]] | None = None  # tokens and log-probs of the probe with an image
 
 
 @dataclass
@@ -124,12 +128,23 @@ def transport_for(
         modules_to_save=lora_config.modules_to_save,
         target_parameters=lora_config.target_parameters,
     )
+    if unloadable is None and _adapts_vision(model):  # vLLM would leave that part of the adapter out
+        unloadable = "freeze_vision"
     if lora_sync and unloadable is not None:
         raise UserError(f"{unloadable}: {ONLY_MERGED}.")
     if lora_sync is not False and unloadable is None:
         return AdapterTransport()
     refuse_unmergeable(model)
     return WeightTransport(dtype, base)
+
+
+def _adapts_vision(model: PeftModel) -> bool:
+    """Return whether an adapter has weights that only images go through."""
+    base = unwrap_peft(model)
+    if vision_family(base.config) is None:
+        return False
+    parts = [base.get_submodule(name) for name in vision_module_names(base)]
+    return any(isinstance(module, LoraLayer) for part in parts for module in part.modules())
 
 
 def write_aside(write: Callable[[Path], None], folder: Path) -> None:
@@ -149,10 +164,12 @@ def link_files(source: Path, folder: Path) -> None:
 
 
 async def reset_prefixes(client: VllmClient) -> None:
-    """Reset the prefix cache, which was computed with the old weights."""
+    """Reset the caches of prefixes and of the features of images, which were computed with the old weights."""
     answer = await client.ask("/reset_prefix_cache", {})
     if isinstance(answer, dict) and answer.get("success") is False:
         raise RequestFailed("the server still uses its prefix cache")
+    with contextlib.suppress(RequestRefused):  # servers that have no such cache read no images either
+        await client.ask("/reset_encoder_cache", {})
 
 
 async def forget_leftovers(client: VllmClient, folder: Path) -> None:

@@ -2,14 +2,14 @@
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off, unwrap_peft
@@ -89,20 +89,36 @@ async def ask_probe(client: VllmClient, name: str, size: int, temperature: float
 
 
 def difference(
-    model: nn.Module, ids: Sequence[int], reported_logps: Sequence[float], temperature: float, *, adapted: bool
+    model: nn.Module,
+    ids: Sequence[int],
+    reported_logps: Sequence[float],
+    temperature: float,
+    *,
+    adapted: bool,
+    prompt: int = PROMPT,
+    images: Mapping[str, Tensor] | None = None,
+    never: int | None = None,
 ) -> tuple[float, float]:
-    """Return the mean and the largest difference between the log-probs of server and model, `adapted` or not."""
+    """Return the mean and the largest difference between the log-probs of server and model, `adapted` or not.
+
+    `prompt`: tokens before the sampled ones; `images`: what a forward reads beside ids; `never`: a token that was not
+    to be drawn, which the server's log-probs may leave out.
+    """
     base = unwrap_peft(model)
-    if max(ids) >= base.config.get_text_config().vocab_size or len(reported_logps) != len(ids) - PROMPT:
+    if max(ids) >= base.config.get_text_config().vocab_size or len(reported_logps) != len(ids) - prompt:
         return float("inf"), float("inf")
     off: Any = contextlib.nullcontext()
     if isinstance(model, PeftModel) and not adapted:
         off = model.disable_adapter()
     with torch.no_grad(), dropout_off(model), off:
         ids_BN = torch.tensor([list(ids)], device=base.device)
-        logits_NV = model(input_ids=ids_BN, use_cache=False).logits[0, PROMPT - 1 : -1].float() / temperature
-        trainer_logps = logits_NV.log_softmax(-1).gather(1, ids_BN[0, PROMPT:, None])[:, 0].cpu()
-    apart = (trainer_logps - torch.tensor(reported_logps)).abs()
+        inputs = {name: value.to(base.device) for name, value in (images or {}).items()}
+        logits_NV = model(input_ids=ids_BN, use_cache=False, **inputs).logits[0, prompt - 1 : -1].float() / temperature
+        trainer_logps = logits_NV.log_softmax(-1).gather(1, ids_BN[0, prompt:, None])[:, 0].cpu()
+        both = [trainer_logps]
+        if never is not None:
+            both.append(trainer_logps - torch.log1p(-logits_NV.softmax(-1)[:, never]).cpu())
+    apart = min(((logps - torch.tensor(reported_logps)).abs() for logps in both), key=lambda one: float(one.mean()))
     return float(apart.mean()), float(apart.max())
 
 

@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 from upweight.errors import UserError
 from upweight.heartbeat import progressed
 from upweight.models.modules import unwrap_peft
+from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, VllmClient, unreachable
 from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
+from upweight.rollout.vllm.images import GENERATE, ImageProbe, ImagePrompts, explained
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
-from upweight.types import Completion, Completions, Done, Prompts, Sampling
+from upweight.types import Completion, Completions, Done, ImageRef, Prompts, Sampling
 
 T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
@@ -49,15 +51,19 @@ class VllmServer:
         temperature: float = 1.0,
         options: Mapping[str, Any] | None = None,
         on_model: OnModel | None = None,
+        probes_images: bool = False,
     ) -> None:
         """Wait for the server up to `timeout` seconds and check that it serves the model.
 
         `options`: further fields of every request, such as `structured_outputs`.
         `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
         `on_model`: calls a function with the policy, on all ranks where its weights are sharded.
+        `probes_images`: whether server and trainer are also compared after an image.
         """
         config = unwrap_peft(model).config
         self.options, self._ends = dict(options or {}), sorted(eos_token_ids(unwrap_peft(model), tokenizer))
+        reader = image_reader(tokenizer)
+        self._images = None if reader is None else ImagePrompts(reader)
         self._finished = self._calls = 0  # requests that have ended; calls that are running
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
         self.client = client = VllmClient(url, timeout)
@@ -76,6 +82,7 @@ class VllmServer:
             folder=folder.resolve(),
             temperature=temperature,
             on_model=on_model,
+            image_probe=ImageProbe(self._images, temperature) if probes_images and self._images is not None else None,
         )
         self.weights.check_base(name)
 
@@ -107,6 +114,11 @@ class VllmServer:
             return (await self._complete_all([prompt], count, sampling, lambda _: None))[0]
 
         return self.client.start(first())
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self._images is not None
 
     def served_name(self) -> str | None:
         """Return the policy's name on the server; None where each version has a different name."""
@@ -143,12 +155,15 @@ class VllmServer:
     ) -> list[list[Completion]]:
         """Return the completions of every prompt, many requests at a time; the first failure cancels the rest."""
         body = completion_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
+        if self._images is not None:
+            body = self._images.without_image_token(body)
         limit = asyncio.Semaphore(IN_FLIGHT)
         await self.weights.ensure_served(None)
 
         async def complete(index: int) -> list[Completion]:
             async with limit:
-                completions = await self._complete_prompt(prompts[index], body)
+                refs = sampling.images[index] if sampling.images else ()
+                completions = await self._complete_prompt(prompts[index], body, refs)
             self._finished += 1
             arrived((index, completions))
             return completions
@@ -172,12 +187,22 @@ class VllmServer:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
-    async def _complete_prompt(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
+    async def _complete_prompt(
+        self, prompt: Sequence[int], body: dict[str, Any], refs: Sequence[ImageRef] = ()
+    ) -> list[Completion]:
+        images = self._images if refs else None
+
         def read(answer: Any, version: int) -> list[Completion]:
-            completions = completions_of(answer["choices"], prompt, body["n"], version)
+            choices = answer["choices"] if images is None else images.choices(answer, prompt)
+            completions = completions_of(choices, prompt, body["n"], version)
             known = self.weights.reports_sampler_logps
             return completions if known else [replace(completion, logps=[]) for completion in completions]
 
+        if images is not None:
+            try:
+                return await self.request(GENERATE, await images.body(prompt, refs, body), read)
+            except RequestRefused as error:
+                raise explained(error, self.client.url) from None
         try:
             return await self.request("/v1/completions", {**body, "prompt": list(prompt)}, read)
         except RequestRefused as error:

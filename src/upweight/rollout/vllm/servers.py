@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,9 @@ class VllmServers:
             for number, (url, server) in enumerate(live.items()):
                 if share := sorted(longest_first[number :: len(live)]):
                     ids = [prompts[index] for index in share]
-                    work = pool.submit(server.generate, ids, count, sampling, partial(arrived, share))
+                    images = tuple(sampling.images[index] for index in share) if sampling.images else ()
+                    of_share = replace(sampling, images=images)
+                    work = pool.submit(server.generate, ids, count, of_share, partial(arrived, share))
                     requests[work] = url, share
 
         with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
@@ -66,6 +69,11 @@ class VllmServers:
                         self._mark_lost(url, error)
                         distribute([index for index in share if not completions_by_prompt[index]], pool)
         return completions_by_prompt
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return all(server.reads_images for server in self._live_servers().values())
 
     def sync(self, version: int) -> None:
         with self._lock:

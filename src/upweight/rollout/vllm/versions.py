@@ -19,7 +19,16 @@ from upweight.log import logger, warn_once
 from upweight.models.modules import unwrap_peft
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient, backoff
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
-from upweight.rollout.vllm.probe import agrees, applies_temperature, ask_probe, difference, served_base, top_logps_of
+from upweight.rollout.vllm.images import ImageProbe
+from upweight.rollout.vllm.probe import (
+    FLOAT32_LIMIT,
+    agrees,
+    applies_temperature,
+    ask_probe,
+    difference,
+    served_base,
+    top_logps_of,
+)
 
 SEND_ATTEMPTS = 4  # at sending weights
 CHECK_VALID_SECONDS = 1.0  # seconds for which a check of the server stays valid: a restart takes longer
@@ -47,8 +56,12 @@ class ServedVersions:
         folder: Path,
         temperature: float,
         on_model: OnModel | None = None,
+        image_probe: ImageProbe | None = None,
     ) -> None:
-        """`on_model` calls a function with the policy; by default it is called directly with the model."""
+        """`on_model` calls a function with the policy; by default it is called directly with the model.
+
+        `image_probe`: compares log-probs after an image too.
+        """
         self.client, self.transport = client, transport
         self.current: ServedVersion | None = None
         self.open = asyncio.Event()  # clear while the weights under one name are replaced
@@ -62,6 +75,7 @@ class ServedVersions:
         self._old: list[ServedVersion] = []
         self._fault: str | None = None
         self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
+        self._image_probe, self._exact_images = image_probe, None  # the same after an image
         self._restoring = asyncio.Lock()
         self._healthy_at = -CHECK_VALID_SECONDS  # when the server last had the current version
         self._drops: set[asyncio.Task[None]] = set()
@@ -70,12 +84,17 @@ class ServedVersions:
         """Check the server's temperature, and its log-probs against the trainer's where it keeps its base weights."""
         self.client.run(self.client.retry_until_answered(partial(forget_leftovers, self.client, self._folder)))
         self.client.run(self.client.retry_until_answered(partial(self._detect_temperature, name)))
+        image_probe, with_image = self._image_probe, None
+        if image_probe is not None:  # a server that reads no images is to be known before the first rollout
+            with_image = self.client.run(self.client.retry_until_answered(partial(image_probe.ask, self.client, name)))
         if self.transport.drains:
             return
         probe = partial(ask_probe, self.client, name, self._vocabulary, self._temperature)
         ids, logps = self.client.run(self.client.retry_until_answered(probe))
         mean, largest = self.on_model(self._logp_comparison(ids, logps, adapted=False))
         if not self._within_limit(mean, largest):
+            raise UserError(self._other_weights(mean))
+        if (mean := self._apart_after_image(with_image, adapted=False)) is not None:
             raise UserError(self._other_weights(mean))
 
     @property
@@ -107,6 +126,8 @@ class ServedVersions:
                 mean, largest = self.on_model(self._logp_comparison(*put.result(), adapted=True))
                 if not self._within_limit(mean, largest):
                     raise RequestFailed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
+                if (mean := self._apart_after_image(served.with_image, adapted=True)) is not None:
+                    raise RequestFailed(f"log-probs after an image differ by {mean:.3g} on average from the trainer's")
                 self.client.run(self._make_current(served))
                 return served
             except (OSError, SafetensorError, RequestFailed, RequestRefused) as error:
@@ -184,6 +205,8 @@ class ServedVersions:
             raise RequestFailed("the server does not list the weights that it loaded")
         ids, logps = await ask_probe(self.client, served.name, self._vocabulary, self._temperature)
         served.top_logps = ids, await top_logps_of(self.client, served.name, ids)
+        if self._image_probe is not None:
+            served.with_image = await self._image_probe.ask(self.client, served.name)
         return ids, logps
 
     async def _restore_version(self) -> None:
@@ -250,6 +273,22 @@ class ServedVersions:
         if self._quantised:
             warn_once(f"log-probs of the server differ by {mean:.2g} on average from those of the quantised base here")
         return self._quantised
+
+    def _apart_after_image(self, answer: tuple[list[int], list[float]] | None, *, adapted: bool) -> float | None:
+        """Return the mean difference of log-probs after an image if it is beyond the limit, else None."""
+        if self._image_probe is None or answer is None:
+            return None
+        temperature = self._logps_temperature
+        mean, largest = self.on_model(self._image_probe.comparison(*answer, temperature, adapted=adapted))
+        if self._exact_images is None:
+            # Far below the limit, so that another way of resizing never counts as the same and then fails by chance.
+            self._exact_images = bool(self._exact) and largest <= FLOAT32_LIMIT / 10
+            if self._exact and not self._exact_images and agrees(mean, largest, exact=False):
+                warn_once(
+                    f"the server's log-probs after an image differ by up to {largest:.2g} from the trainer's: it "
+                    "prepares images in another way (torchvision instead of Pillow, or other processor settings)"
+                )
+        return None if self._quantised or agrees(mean, largest, exact=self._exact_images) else mean
 
     def _other_weights(self, mean: float) -> str:
         return (

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import (
+    HfDeepSpeedConfig,
+    set_hf_deepspeed_config,
+    unset_hf_deepspeed_config,
+)
 
 from upweight.config.zero import not_taken, zero_options
 from upweight.errors import UserError
@@ -63,6 +67,18 @@ def zero3_partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None
         yield
     finally:
         unset_hf_deepspeed_config()  # the loop sets it again
+
+
+@contextlib.contextmanager
+def without_zero3(trainer: Trainer) -> Iterator[None]:
+    """Inside, transformers builds models without partitioning them, as one without weights cannot be."""
+    config = getattr(trainer.args, "hf_deepspeed_config", None)
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            set_hf_deepspeed_config(config)
 
 
 def require_deepspeed() -> None:

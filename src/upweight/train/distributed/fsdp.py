@@ -75,7 +75,10 @@ def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
         named = getattr(trainer.model, "_no_split_modules", None) or ()
         state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(classes.intersection(named))
     if dtype in HALF_DTYPES:
-        state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        # Inputs stay as they are, as on one rank: counts of tokens, cast to bfloat16, would be rounded above 256.
+        state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
 
 def layout_of(checkpoint: Path) -> Sharding:

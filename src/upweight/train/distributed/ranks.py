@@ -18,6 +18,7 @@ from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.processes import free_port
 
+DEVICE = "UPWEIGHT_DEVICE"  # of the environment: mps
 T = TypeVar("T")
 Name = TypeVar("Name", str, tuple[str, int])
 _wait_seconds: int = ShardingSection().wait_timeout  # for work of other ranks, such as a rollout
@@ -31,7 +32,7 @@ def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialStat
     global _wait_seconds  # noqa: PLW0603
     _wait_seconds = wait_s
     timeout = datetime.timedelta(seconds=timeout_s)
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = not torch.cuda.is_available() and not mps_chosen()
     with activity(f"waiting for all ranks to start (ddp_timeout: {timeout_s} s)"):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and on_cpu and not dist.is_initialized():
             # transformers passes its timeout on for GPUs only, and gloo would then wait 30 minutes for a dead rank
@@ -39,6 +40,16 @@ def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialStat
         state = PartialState(cpu=True) if on_cpu else PartialState(timeout=timeout)
     assert isinstance(state.device, torch.device)
     return state, state.device
+
+
+def mps_chosen() -> bool:
+    """Return whether the environment asks for Apple's GPU, which is not taken by itself: it was never tried."""
+    asked = os.environ.get(DEVICE)
+    if asked not in (None, "", "cpu", "mps"):
+        raise UserError(f"{DEVICE}: {asked!r} is no choice. Set it to mps or cpu, or leave it out.")
+    if asked == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"{DEVICE}: torch finds no MPS device here. Leave it out to train on the CPU.")
+    return asked == "mps"
 
 
 def leave_ranks() -> None:

@@ -89,6 +89,7 @@ def vllm_server(inputs: BackendInputs) -> VllmServer | VllmServers | None:
             timeout=section.server_timeout,
             transfer=section.weight_transfer,
             on_model=on_model,
+            probes_images=_has_images(inputs.rows),
             **_vllm_options(inputs),
         )
 
@@ -152,6 +153,11 @@ def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:
     section = inputs.config.rollout
     options = {"lora_sync": section.lora_sync, "temperature": section.temperature}
     return options | {"dtype": inputs.policy.dtype, "options": request_options(section)}
+
+
+def _has_images(rows: PromptRows) -> bool:
+    """Return whether prepared rows have a column of images."""
+    return not isinstance(rows, FedPrompts) and len(rows) > 0 and "images" in rows[0]
 
 
 def _longest_prompt(inputs: BackendInputs) -> int:

@@ -18,6 +18,11 @@ from upweight.train.recording.completions import cut_completions
 from upweight.types import Extreme, Metrics
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which metrics are summed on a device; Apple's has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Meters:
     """Metrics between two logs: sums and extremes on the device, reduced over ranks once per log."""
 
@@ -25,22 +30,36 @@ class Meters:
         self._pairs: dict[tuple[str, int], Tensor] = {}  # by name and the sign of an extreme, or 0 for a mean
 
     def add(self, metrics: Metrics) -> None:
-        """Add a batch's metrics without a device sync."""
+        """Add a batch's metrics without a device sync, and in few launches: those of one dtype together."""
+        alike: dict[Any, list[tuple[tuple[str, int], Tensor, Tensor]]] = {}
         for name, metric in metrics.items():
             extreme = isinstance(metric, Extreme)
-            key = (name, metric.sign if extreme else 0)
-            pair = torch.stack([metric.value, metric.value] if extreme else [metric.total, metric.weight])
-            pair = pair.detach().double()
-            if (before := self._pairs.get(key)) is not None:
-                pair = torch.maximum(before, pair) if extreme else before + pair
-            self._pairs[key] = pair
+            first, second = (metric.value, metric.value) if extreme else (metric.total, metric.weight)
+            kind = torch.promote_types(first.dtype, second.dtype)
+            alike.setdefault((kind, first.device), []).append(((name, metric.sign if extreme else 0), first, second))
+        for entries in alike.values():
+            numbers = [number for _, first, second in entries for number in (first, second)]
+            table = torch.stack(numbers).detach().to(sum_dtype(numbers[0].device)).view(-1, 2)
+            self._merge([key for key, _, _ in entries], table)
+
+    def _merge(self, keys: list[tuple[str, int]], table: Tensor) -> None:
+        """Add a row of sums, or the larger of both extremes, to what each key has."""
+        known = [(number, key) for number, key in enumerate(keys) if key in self._pairs]
+        for extreme in (False, True):
+            if chosen := [(number, key) for number, key in known if bool(key[1]) == extreme]:
+                before = torch.stack([self._pairs[key] for _, key in chosen])
+                now = table if len(chosen) == len(keys) else torch.stack([table[number] for number, _ in chosen])
+                joined = torch.maximum(before, now) if extreme else before + now
+                self._pairs |= dict(zip([key for _, key in chosen], joined.unbind(), strict=True))
+        new = {key: table[number] for number, key in enumerate(keys) if key not in self._pairs}
+        self._pairs |= new
 
     def drain(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the means and extremes over all ranks since the last call; what has no value is left out."""
         keys, pairs, self._pairs = union_over_ranks(set(self._pairs)), self._pairs, {}
         if not keys:
             return {}
-        nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        nothing = torch.zeros(2, dtype=sum_dtype(accelerator.device), device=accelerator.device)
         rows = [pairs.get((name, sign), nothing - math.inf if sign else nothing) for name, sign in keys]
         table = accelerator.gather(torch.stack(rows)[None])
         assert isinstance(table, Tensor)

@@ -17,6 +17,7 @@ from upweight.log import logger
 from upweight.models.memory_plan import plan_memory
 from upweight.models.modules import unwrap_peft
 from upweight.runs.files import METRICS
+from upweight.train.distributed.deepspeed import without_zero3
 
 SHORTER_WARMUP = "Set 'warmup_steps: 0', or train for more steps."
 ROWS_MEASURED = 64  # of the training rows, for the tokens of a step
@@ -26,7 +27,9 @@ class StartSummary(TrainerCallback):
     """Logs the summary when training begins."""
 
     def __init__(self, config: Config, trainer: Any) -> None:
-        self.config, self.trainer, self.memory = config, trainer, _memory(config)
+        self.config, self.trainer = config, trainer
+        with without_zero3(trainer):  # the estimate builds a model without weights
+            self.memory = _memory(config)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:

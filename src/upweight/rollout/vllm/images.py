@@ -1,0 +1,169 @@
+"""Prompts with images, as a vLLM server reads them: one placeholder for each image, and the file of the image."""
+
+import asyncio
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from upweight.errors import UserError
+from upweight.models.processor import ImageReader, open_image
+from upweight.models.vision import token_types
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
+from upweight.rollout.vllm.probe import difference, probe_fields
+from upweight.types import ImageRef
+
+# What vLLM was tried with: the tokens of prompts, log-probs after images, and new weights of the vision tower.
+SERVED_TYPES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GENERATE = "/inference/v1/generate"  # takes token ids with images
+NEVER = -100.0  # the least bias of a logit that vLLM takes
+SENT_AS_THEY_ARE = ("PNG", "JPEG", "WEBP")  # formats that every build of Pillow decodes alike
+
+
+class ImagePrompts:
+    """Writes the requests for prompts with images, and reads what came back."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        self.reader = reader
+        tokenizer = reader.processor.tokenizer
+        self._placeholder: list[int] = tokenizer.encode(reader.placeholder, add_special_tokens=False)
+
+    def without_image_token(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a request that never draws the token which stands for images."""
+        bias = {**(fields.get("logit_bias") or {}), str(self.reader.token_id): NEVER}
+        return {**fields, "logit_bias": bias}
+
+    async def body(self, prompt: Sequence[int], refs: Sequence[ImageRef], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a request for the completions of one prompt, which its images travel with once."""
+        return await asyncio.to_thread(
+            lambda: self.written(prompt, refs, [self.reader.content(ref) for ref in refs], fields)
+        )
+
+    def written(
+        self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes], fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return a request for the completions of a prompt and the contents of its images' files."""
+        # The server may keep what it read under the digest, which no image of other bytes or settings has.
+        parts = [
+            {"type": "image_url", "url": data_uri(content), "uuid": ref.digest}
+            for ref, content in zip(refs, contents, strict=True)
+        ]
+        sampling = {name: value for name, value in fields.items() if name != "return_token_ids"}
+        ids = self.folded(prompt, refs, contents)
+        return {"token_ids": ids, "content_parts": parts, "sampling_params": sampling, "return_token_ids": True}
+
+    def folded(self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes]) -> list[int]:
+        """Return a prompt with one placeholder for each image, which the server writes out again."""
+        ids, done, at = [], 0, 0
+        for ref, content in zip(refs, contents, strict=True):
+            written = self.reader.refer(content, ref.path)[1].ids
+            start = _next(prompt, ref.token_id, at) - written.index(ref.token_id)
+            if start < done or tuple(prompt[start : start + len(written)]) != written:
+                problem = "its tokens in the prompt are not those that the processor writes for it alone"
+                raise UserError(f"image {ref.path}: {problem}, so vLLM cannot be sent it; sample in this process.")
+            ids += [*prompt[done:start], *self._placeholder]
+            done = at = start + len(written)
+        return [*ids, *prompt[done:]]
+
+    def choices(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the choices of an answer in the form of /v1/completions; raise if the server wrote other tokens."""
+        expanded = answer.get("prompt_token_ids")
+        if expanded != list(prompt):
+            raise UserError(self._other_tokens(expanded, prompt))
+        return [_as_choice(choice, prompt) for choice in answer["choices"]]
+
+    def _other_tokens(self, expanded: Any, prompt: Sequence[int]) -> str:
+        """Return the message for a prompt that the server expanded to other tokens than training has."""
+        if not isinstance(expanded, list):
+            return "the vLLM server does not return the tokens of prompts with images; use vLLM 0.32 or later"
+        writes, has = expanded.count(self.reader.token_id), list(prompt).count(self.reader.token_id)
+        counts = f"{writes} tokens for the images of a prompt where training has {has}"
+        if writes == has:
+            counts = f"other tokens around the images of a prompt ({len(expanded)} in all, in training {len(prompt)})"
+        remedy = "serve the same processor settings (processor_config.json; `processor_kwargs` do not reach the server)"
+        return f"the vLLM server writes {counts}: {remedy}, or sample in this process (leave out trl.use_vllm)."
+
+
+class ImageProbe:
+    """A prompt with an image of noise, by which server and trainer are compared: weights, processor and positions."""
+
+    def __init__(self, prompts: ImagePrompts, temperature: float) -> None:
+        self._prompts, self._reader = prompts, prompts.reader
+        self._content = _noise()
+        ref, expansion = self._reader.refer(self._content, "probe.png")
+        self._refs = (ref,)
+        around = self._reader.processor.tokenizer.encode("ab", add_special_tokens=False)
+        self._prompt = [*around, *expansion.ids, *around]
+        self._fields = prompts.without_image_token(probe_fields(temperature))
+
+    async def ask(self, client: VllmClient, name: str) -> tuple[list[int], list[float]]:
+        """Return the prompt with the tokens that the server samples after it, and their log-probs."""
+        body = self._prompts.written(self._prompt, self._refs, [self._content], self._fields)
+        try:
+            answer = await client.ask(GENERATE, {**body, "model": name}, seconds=None)
+        except RequestRefused as error:
+            raise explained(error, client.url) from None
+        (choice,) = self._prompts.choices(answer, self._prompt)
+        return [*self._prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+
+    def comparison(
+        self, ids: list[int], logps: list[float], temperature: float, *, adapted: bool
+    ) -> Callable[[nn.Module], tuple[float, float]]:
+        """Return a function that compares a model, with or without its adapter, with the server's log-probs."""
+        ids_BN, token = torch.tensor([ids]), self._reader.token_id
+        pixels = self._reader.inputs_of(self._content) | token_types(self._reader.family, ids_BN == token)
+        options: dict[str, Any] = {"adapted": adapted, "prompt": len(self._prompt), "images": pixels, "never": token}
+        return partial(difference, ids=ids, reported_logps=logps, temperature=temperature, **options)
+
+
+def _noise() -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(7).integers(0, 255, (224, 224, 3), np.uint8)  # which Qwen's processors do not resize
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def data_uri(content: bytes) -> str:
+    """Return a data URI of an image that decodes to what training reads: upright, in RGB."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        kind, plain = (
+            str(image.format),
+            image.mode == "RGB" and not image.getexif() and image.format in SENT_AS_THEY_ARE,
+        )
+    if not plain:
+        buffer = io.BytesIO()
+        open_image(content).save(buffer, "PNG", compress_level=1)
+        kind, content = "PNG", buffer.getvalue()
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode()}"
+
+
+def explained(error: RequestRefused, url: str) -> UserError:
+    """Return the error for a server that refuses a prompt with images."""
+    if error.status in (403, 404):
+        remedy = "set 'vllm.enable_scale_out: true' and start vLLM 0.32 or later with `upweight vllm-serve`"
+        return UserError(f"the vLLM server at {url} takes no prompts with images ({error}): {remedy}")
+    return UserError(f"the vLLM server at {url} refuses a prompt with images: {error}")
+
+
+def _next(prompt: Sequence[int], token: int, start: int) -> int:
+    return next((at for at in range(start, len(prompt)) if prompt[at] == token), -1)
+
+
+def _as_choice(choice: Mapping[str, Any], prompt: Sequence[int]) -> dict[str, Any]:
+    content = (choice.get("logprobs") or {}).get("content")
+    if content is None or choice.get("token_ids") is None:
+        raise RequestFailed("an answer without tokens or log-probs")
+    return {
+        **choice,
+        "prompt_token_ids": list(prompt),
+        "logprobs": {"token_logprobs": [one["logprob"] for one in content]},
+    }

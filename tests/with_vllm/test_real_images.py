@@ -1,0 +1,129 @@
+"""Prompts with images against a real vLLM server on the CPU: tokens, log-probs, and new weights of every part."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("PIL")
+
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from made_runs import write_online
+from tiny_vision import drawn_image, processor, vision_model, wide_config
+from upweight.models.processor import attach_processor, image_reader
+from upweight.models.vision import freeze_vision
+from upweight.rollout.vllm.server import VllmServer
+from upweight.types import Sampling
+from with_vllm.real_server import running
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+KIND = "idefics3"  # which vLLM serves without torchvision
+LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
+SIZES = [(48, 32), (64, 64), (32, 80)]
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    vision_model(KIND, settings=wide_config(KIND)).save_pretrained(folder)
+    processor(KIND).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(served_model, tmp_path_factory):
+    config = write_online(tmp_path_factory.mktemp("lora"), served_model, **LORA)
+    options = ("vllm.enable_scale_out=true", "vllm.max_model_len=512")
+    with running(config, *options) as started:
+        yield started
+
+
+def policy(folder):
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return model, attach_processor(AutoProcessor.from_pretrained(folder), model.config)
+
+
+def prompts_in(folder, reader):
+    """Two prompts with one and two images and one without, and the images of each."""
+    refs, ids = [], []
+    for number, size in enumerate(SIZES):
+        file = folder / f"{number}.png"
+        drawn_image(number, *size).save(file)
+        ref, expansion = reader.refer(file.read_bytes(), str(file))
+        refs.append(ref)
+        ids.append(expansion.ids)
+    prompts = [[65, 66, *ids[0], 67], [70, *ids[1], 71, 72, *ids[2], 73], [65, 66, 67]]
+    return prompts, ((refs[0],), (refs[1], refs[2]), ())
+
+
+@torch.no_grad()
+def largest_difference(model, reader, prompts, images, groups) -> float:
+    worst = 0.0
+    for prompt, refs, group in zip(prompts, images, groups, strict=True):
+        for one in group:
+            assert reader.token_id not in one.ids
+            ids = torch.tensor([[*prompt, *one.ids]])
+            inputs = reader.plain_inputs([refs], ids) if refs else {}
+            logits = model(input_ids=ids, **inputs).logits[0, len(prompt) - 1 : -1]
+            logits[:, reader.token_id] = -torch.inf
+            logps = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            worst = max(worst, float((logps - torch.tensor(one.logps)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("trained", ["adapter", "vision tower", "all"])  # the adapter first: later ones move the base
+def test_completions_after_images_follow_the_policy(trained, server, served_model, tmp_path):
+    model, tokenizer = policy(served_model)
+    reader = image_reader(tokenizer)
+    vision = freeze_vision(model)
+    if trained == "adapter":
+        options = {"target_modules": "all-linear", "exclude_modules": vision, "init_lora_weights": False}
+        model = get_peft_model(model, LoraConfig(r=4, **options))
+    else:
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(trained == "all" or "vision_model" in name or "connector" in name)
+    prompts, images = prompts_in(tmp_path, reader)
+    options = {"dtype": torch.float32, "folder": tmp_path / "vllm", "timeout": 300.0, "probes_images": True}
+    backend = VllmServer(server.url, model, tokenizer, **options)
+    before = None
+    for version in range(3):
+        backend.sync(version)
+        groups = backend.generate(prompts, 4, Sampling(12, images=images))
+        assert [len(group) for group in groups] == [4, 4, 4]
+        assert largest_difference(model, reader, prompts, images, groups) < 1e-4
+        assert before is None or largest_difference(model, reader, prompts, images, before) > 1e-2
+        before = groups
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.requires_grad:
+                    weight.add_(0.02 * torch.randn_like(weight))
+    backend.close()
+
+
+def test_steps_of_grpo_with_images(server, served_model, tmp_path):
+    file = write_online(tmp_path, served_model, max_steps=3, bf16=False, chat_template=None)
+    rows = []
+    for number, size in enumerate(SIZES):
+        drawn_image(number, *size).save(tmp_path / f"{number}.png")
+        content = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "say a"}]
+        rows.append({"prompt": [{"role": "user", "content": content}], "answer": "a"})
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    content = yaml.safe_load(file.read_text())
+    content["trl"] |= {"use_vllm": True, "vllm_server_port": server.port}
+    file.write_text(yaml.safe_dump(content))
+    done = subprocess.run(
+        [sys.executable, "-m", "upweight", "train", str(file)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    name = "sampling/sampling_logp_difference/mean"
+    apart = [line[name] for line in lines if name in line]
+    assert apart
+    assert max(apart) < 0.02  # the sampler leaves the image token out of its distribution
+    assert not (tmp_path / "out" / "vllm").exists()
