@@ -49,20 +49,49 @@ def formats() -> str:
 
 def arguments() -> str:
     """The end of `docs/peers.md`: the key of every argument of a script's config."""
-    lines = []
     classes = [one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, MethodArguments)]
-    for kind in [*(one for one in classes if hasattr(one, "method_class")), GRPOConfig, GKDConfig, DistillationConfig]:
-        named = {}
-        for argument in dataclasses.fields(kind):
-            if (key := help_of(argument).setting) is not None:
-                named[argument.name] = key.path
-        lines += ["", f"### {kind.__name__}"]
-        if named:
-            lines += ["", "| argument | key |", "|---|---|"]
-            lines += [f"| `{name}` | `{key}` |" for name, key in named.items()]
-        nothing = [f"`{one.name}`" for one in dataclasses.fields(kind) if help_of(one).no_effect]
-        lines += ["", f"Accepted, nothing to do: {', '.join(sorted(nothing))}."]
+    kinds = [*(one for one in classes if hasattr(one, "method_class")), GRPOConfig, GKDConfig, DistillationConfig]
+    named, nothing = {kind: _named_keys(kind) for kind in kinds}, {kind: _without_effect(kind) for kind in kinds}
+    shared = dict(item for item in named[kinds[0]].items() if all(item in one.items() for one in named.values()))
+    idle = set.intersection(*nothing.values())
+    lines = [
+        "",
+        "### Every config",
+        "",
+        *_key_table(shared),
+        "",
+        f"Accepted, nothing to do: {_listed(idle)}.",
+        "",
+    ]
+    lines += ["Not taken by configs that do not name them below:", "", "| argument | what to do |", "|---|---|"]
+    lines += [f"| `{name}` | {text} |" for name, text in configs.REPLACED.items()]
+    for kind in kinds:
+        lines += ["", f"### {kind.__name__}", ""]
+        if further := {name: key for name, key in named[kind].items() if name not in shared}:
+            lines += [*_key_table(further), ""]
+        if more := nothing[kind] - idle:
+            lines.append(f"Accepted, nothing to do: {_listed(more)}.")
+        elif not further:
+            lines.append("It has the arguments of every config.")
     return "\n".join([*lines, ""])
+
+
+def _named_keys(kind: type[MethodArguments]) -> dict[str, str]:
+    """The config key of every argument that sets one."""
+    settings = {argument.name: help_of(argument).setting for argument in dataclasses.fields(kind)}
+    return {name: key.path for name, key in settings.items() if key is not None}
+
+
+def _without_effect(kind: type[MethodArguments]) -> set[str]:
+    return {one.name for one in dataclasses.fields(kind) if help_of(one).no_effect}
+
+
+def _key_table(keys: dict[str, str]) -> list[str]:
+    return ["| argument | key |", "|---|---|", *(f"| `{name}` | `{key}` |" for name, key in keys.items())]
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def health() -> str:

@@ -62,11 +62,39 @@ _ROLLOUTS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
 _SCRIPTS = (
     "ModelConfig", "ScriptArguments", "TrlParser", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
 )  # fmt: skip
-# Names of TRL's scripts that are not here, and what to use in place of each.
-_INSTEAD = {
-    "DatasetMixtureConfig": "mix rows with `datasets.interleave_datasets`, or by `weight` and `mix` in YAML",
-    "get_dataset": "load rows with `datasets.load_dataset`",
-}
+# Names of TRL, of today and of earlier versions, that are not here, by what to use in place of them.
+_NOT_HERE = {
+    "write a dataclass with the fields that the script reads": ("DPOScriptArguments", "SFTScriptArguments"),
+    "mix rows with `datasets.interleave_datasets`, or by `weight` and `mix` in YAML": ("DatasetMixtureConfig",),
+    "load rows with `datasets.load_dataset`": ("get_dataset",),
+    "PPO's value model is not here; GRPOTrainer and RLOOTrainer learn from the same rewards without one": (
+        "PPOConfig", "PPOTrainer", "PPOv2Config", "PPOv2Trainer", "AutoModelForCausalLMWithValueHead",
+        "AutoModelForSeq2SeqLMWithValueHead",
+    ),
+    "GRPOTrainer learns from completions that are sampled while it trains": (
+        "OnlineDPOConfig", "OnlineDPOTrainer", "NashMDConfig", "NashMDTrainer", "XPOConfig", "XPOTrainer",
+    ),
+    "KTOTrainer learns from single answers with a label": ("BCOConfig", "BCOTrainer"),
+    "diffusion models are not trained": ("AlignPropConfig", "AlignPropTrainer", "DDPOConfig", "DDPOTrainer"),
+    "GRPOTrainer runs rollouts beside training with `use_vllm=True`": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
+    "SFTTrainer trains on rows; call it once for each round": ("IterativeSFTConfig", "IterativeSFTTrainer"),
+    "set the tokenizer's `chat_template`, or `chat_template_path` of SFTConfig": (
+        "clone_chat_template", "setup_chat_format",
+    ),
+    "leave it out: `assistant_only_loss` finds the turns with any template": ("get_training_chat_template",),
+    "set `completion_only_loss` or `assistant_only_loss` of SFTConfig": ("DataCollatorForCompletionOnlyLM",),
+    "leave `ref_model` out: the reference is the model as training begins": ("create_reference_model",),
+    "set `sync_ref_model=True`": ("SyncRefModelCallback",),
+    "leave it out: every run shows its progress and writes metrics to its folder": ("RichProgressCallback",),
+    "leave it out: online runs keep completions in their folder (`upweight watch RUN`)": ("LogCompletionsCallback",),
+    "write a `transformers.TrainerCallback`, which every trainer takes": (
+        "BEMACallback", "MergeModelCallback", "WeaveCallback", "WinRateCallback",
+    ),
+    "a reward function may ask any model; the built-in reward `judge` asks a server": (
+        "BasePairwiseJudge", "HfPairwiseJudge", "OpenAIPairwiseJudge", "PairRMJudge",
+    ),
+}  # fmt: skip
+_INSTEAD = {name: text for text, names in _NOT_HERE.items() for name in names}
 _DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrainer")
 
 

@@ -21,6 +21,15 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize(
+    ("word", "near"), [("--fragmnt", "--fragment"), ("--no_dta", "--no-data"), ("--max-token", None), ("--seed", None)]
+)
+def test_a_mistyped_option_is_answered_with_the_option(word, near):
+    done = launched("validate", str(SAMPLE), "--sequence-len", "64", word, "3")
+    assert (f"{word}: no such option. Did you mean '{near}'?" in done.stderr) == (near is not None)
+    assert done.returncode == (0 if word == "--seed" else 2)  # which is a key
+
+
 def test_a_good_config_is_ok():
     done = launched("validate", str(SAMPLE), "trl.beta=0.5")
     assert (done.stdout, done.returncode) == ("ok\n", 0)

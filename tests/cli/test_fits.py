@@ -26,7 +26,7 @@ def test_a_table_that_marks_the_configs_own_way(tmp_path, capsys):
     config = write_config(tmp_path, write_model(tmp_path / "model"), adapter="lora", memory="lean")
     run(config, [], memory=24)
     about, headings, *rows, answer = capsys.readouterr().out.splitlines()
-    assert "dpo, 512 tokens, 2 to a forward; GiB of 24" in about
+    assert "dpo, 512 tokens, sequences in a forward: 2; GiB of 24" in about
     assert headings.split()[:2] == ["trained", "memory"]
     assert len(rows) == 9
     assert [row.split()[1:3] for row in rows if "*" in row] == [["lora", "lean"]]

@@ -113,3 +113,9 @@ def test_set_is_an_override_too_and_wrong_forms_get_an_example():
         with pytest.raises(UserError) as caught:
             apply_overrides({}, wrong)
         assert says in str(caught.value)
+
+
+def test_a_misspelt_config_is_answered_with_one_that_is_there(tmp_path):
+    (tmp_path / "config.yaml").write_text("rl: dpo\n")
+    with pytest.raises(UserError, match=r"cannot be read .*Did you mean 'config\.yaml'\?"):
+        read_yaml(tmp_path / "confg.yaml")

@@ -260,6 +260,12 @@ def test_empty_answers_are_counted_and_the_first_is_named(run, tmp_path, caplog)
         assert "datasets[0] (rows.csv), row 1: the answer is empty; so are those of 2 rows in all" in caplog.text
 
 
+def test_one_empty_answer_is_counted_as_one(run, tmp_path, caplog):
+    datasets.Dataset.from_list([pair(1), {**pair(2), "rejected": ""}]).to_csv(tmp_path / "rows.csv")
+    run(datasets=[{"path": "rows.csv", "as_messages": True}], chat_template="chatml")
+    assert "row 1: the answer is empty; the row is kept" in caplog.text
+
+
 def test_a_bad_row_of_a_table_is_named(run, tmp_path):
     datasets.Dataset.from_list([pair(1), {**pair(2), "chosen": None}]).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"datasets\[0\] \(rows.parquet\), row 1, 'chosen': expected text"):

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from made_runs import write_model
 from tiny_models import VOCABULARY, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
+from upweight.log import _warned
 from upweight.models import load
 from upweight.models.load import compute_dtype, disable_dropout, load_model, load_model_config, master_dtype
 from upweight.models.precision import set_up_precision
@@ -58,6 +60,19 @@ def test_the_dtype_on_a_gpu_follows_what_it_can(monkeypatch, supported, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
     assert compute_dtype(ModelSection(), torch.device("cuda")) == dtype
     assert compute_dtype(ModelSection(bf16=False), torch.device("cuda")) == torch.float32
+
+
+def test_a_cpu_that_is_slow_in_bfloat16_is_named_in_one_line(caplog):
+    _warned.clear()
+    slow = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert compute_dtype(ModelSection(bf16=True), CPU) == torch.bfloat16
+        if slow:  # as torch does, with a trace of 20 lines
+            warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:...", stacklevel=1)
+    assert [str(one.message) for one in seen] == []
+    assert caplog.text.count("warning: bf16: this CPU has no instructions for bfloat16") == slow
 
 
 def test_a_folder_loads_in_the_dtype_asked_for(folder):

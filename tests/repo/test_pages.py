@@ -49,7 +49,11 @@ def test_every_format_is_shown():
 
 
 def test_every_config_of_scripts_has_its_own_part():
-    assert arguments().count("### ") == arguments().count("Accepted, nothing to do")
+    _, shared, *parts = arguments().split("### ")
+    assert all("| argument | key |" in part or "nothing to do" in part or "every config" in part for part in parts)
+    assert {"SFTConfig", "DPOConfig", "GRPOConfig", "GKDConfig"} <= {part.split("\n")[0] for part in parts}
+    assert "| `router_aux_loss_coef` |" in shared  # which all configs have
+    assert not any("| `router_aux_loss_coef` |" in part for part in parts)
 
 
 def test_keys_that_arguments_become_exist():

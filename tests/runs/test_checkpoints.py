@@ -98,10 +98,11 @@ def test_a_named_checkpoint_must_be_whole(tmp_path):
         named_checkpoint(str(tmp_path))
 
 
-def test_later_checkpoints_are_set_aside_each_time_in_a_new_place(tmp_path):
+def test_later_checkpoints_are_set_aside_each_time_in_a_new_place(tmp_path, caplog):
     for step in (4, 8, 12):
         made(tmp_path, step)
     set_aside(tmp_path, 8)
+    assert "1 checkpoint after step 8 is now in" in caplog.text
     made(tmp_path, 12)
     set_aside(tmp_path, 4)
     set_aside(tmp_path, 4)

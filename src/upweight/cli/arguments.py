@@ -5,8 +5,36 @@ from typing import Annotated, Any
 
 import typer
 
+from upweight.errors import UserError, closest
+
+
+def _refuse_mistyped_options(context: typer.Context, overrides: list[str] | None) -> list[str] | None:
+    """Raise for a `--word` that is nearer to an option of the command than to any key; return the overrides."""
+    words = [item[2:].partition("=")[0] for item in overrides or () if item.startswith("--")]
+    if not words:
+        return overrides
+    from upweight.config.config import general_keys, method_keys
+    from upweight.config.peers import TABLES
+
+    listed = (key for table in ("no_effect", "not_here") for keys in TABLES[table].values() for key in keys)
+    renamed = (key for table in ("renamed", "kd_keys", "other_names") for key in TABLES[table])
+    keys = {path.split(".")[0] for path in (*general_keys(), *method_keys(), *listed, *renamed)} | {"set"}
+    options = [
+        name[2:] for one in context.command.params for name in (*one.opts, *one.secondary_opts) if name.startswith("--")
+    ]
+    for word in words:
+        if "." not in word and "[" not in word and word.replace("-", "_") not in keys:
+            near = closest(word, [*options, *sorted(keys)])
+            if near in options:
+                raise UserError(f"--{word}: no such option. Did you mean '--{near}'?")
+    return overrides
+
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.", callback=_refuse_mistyped_options),
+]
 TrainedTarget = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
 Processes = Annotated[
     int | None, typer.Option("--num-processes", min=1, help="Processes on this machine; default: one for each GPU.")

@@ -49,7 +49,8 @@ def _config_of(target: str | Path, overrides: list[str], method: str | None) -> 
 
 def report(config: Config, modes: dict[str, Config], card: float) -> tuple[list[str], bool]:
     """Return the estimates as lines, the config's way marked, and whether it fits; `modes`: the config in each mode."""
-    model, configured = ModelNeeds.of(config), (trained_weights(config), config.optim.memory)
+    model = ModelNeeds.of(config)
+    configured: Way = trained_weights(config), config.optim.memory
     plans: dict[Way, MemoryPlan] = {
         (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
     }
@@ -64,7 +65,7 @@ def report(config: Config, modes: dict[str, Config], card: float) -> tuple[list[
     length, sequences = row_tokens(config)
     what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
-    about = f"{what}{beside}, {sequences} to a forward; GiB of {card / GIB:.0f}, bfloat16; * is this config"
+    about = f"{what}{beside}, sequences in a forward: {sequences}; GiB of {card / GIB:.0f}, bfloat16; * is this config"
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [about, *table, answer(config, modes, plans)], plans[configured].fits
 

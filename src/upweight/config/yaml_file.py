@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 
 MAX_DEPTH = 40
 MAX_SIZE = 100_000  # values after anchors are expanded; a config has hundreds
@@ -50,7 +50,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
+        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
+        meant = did_you_mean(path.name, sorted(one.name for one in beside))
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Give the path of a YAML file.{meant}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text. Save it as UTF-8.") from error
     content = _parse(text, str(path))

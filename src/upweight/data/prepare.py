@@ -177,7 +177,9 @@ def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], 
 def _warn_of_empty_answers(report: PrepareReport) -> None:
     for part in report.parts:
         if part.empty is not None:
-            what = f"the answer is empty; so are those of {part.notes[EMPTY_ANSWER]:,} rows in all, and they are kept"
+            empty = part.notes[EMPTY_ANSWER]
+            others = f"; so are those of {empty:,} rows in all, and they are kept" if empty > 1 else "; the row is kept"
+            what = f"the answer is empty{others}"
             logger.warning("%s, %s: %s. `filter` in the entry leaves rows out", part.where, part.empty, what)
 
 

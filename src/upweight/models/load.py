@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -116,10 +117,20 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
     if section.fp16:
         return torch.float16
     if section.bf16 is True or section.pure_bf16:
+        if device.type == "cpu":
+            _explain_slow_bfloat16()
         return torch.bfloat16
     if section.bf16 is False or device.type in ("cpu", "mps"):
         return torch.float32
     return torch.bfloat16 if device.type != "cuda" or torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _explain_slow_bfloat16() -> None:
+    """Say in one line, in place of torch's trace, that a CPU has no instructions for bfloat16."""
+    supports = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if supports is not None and not supports():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        warn_once("bf16: this CPU has no instructions for bfloat16 and is slow in it; 'bf16: false' trains in float32")
 
 
 def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:

@@ -184,4 +184,5 @@ def set_aside(run_folder: Path, step: int) -> None:
     target.mkdir()
     for folder in later:
         folder.rename(target / folder.name)
-    logger.warning("warning: %d checkpoints after step %d are now in %s", len(later), step, target)
+    what = "1 checkpoint after step %d is" if len(later) == 1 else f"{len(later)} checkpoints after step %d are"
+    logger.warning(f"warning: {what} now in %s, and not resumed from; delete it when you like", step, target)

@@ -120,8 +120,15 @@ def test_prompts_get_a_reward_to_change(tmp_path, model):
     assert "def good(completions" in (tmp_path / "say" / "rewards.py").read_text()
     assert upweight("validate", "say/it.yaml", folder=tmp_path).returncode == 0
     tried = upweight("rewards", "say/it.yaml", "--prompts", 1, "trl.max_completion_length=4", folder=tmp_path)
-    assert tried.returncode in (0, 1), tried.stderr  # 1: all of 8 short answers may get the same reward
-    assert "good" in tried.stdout
+    assert tried.returncode == 1, tried.stderr  # four tokens are never more than 40 words
+    assert "reward 'good' gives 1 to every completion" in tried.stdout
+
+
+def test_a_misspelt_file_is_answered_with_one_that_is_there(tmp_path):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    assert "mien.csv: there is no such file. Did you mean 'mine.csv'?" in upweight(
+        "new", "mien.csv", "--yes", folder=tmp_path
+    ).stderr  # fmt: skip
 
 
 def test_a_model_that_is_not_there_is_said_and_the_config_is_written(tmp_path):

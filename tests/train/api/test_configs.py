@@ -43,6 +43,29 @@ def test_names_of_trl_that_are_not_here_are_answered_with_what_to_use():
         from upweight import get_dataset  # noqa: F401 # pyright: ignore
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("PPOTrainer", "GRPOTrainer and RLOOTrainer"), ("OnlineDPOTrainer", "GRPOTrainer"),
+     ("clone_chat_template", "chat_template_path"), ("RichProgressCallback", "leave it out")],
+)  # fmt: skip
+def test_names_of_trl_that_are_not_here_have_an_answer(name, instead):
+    with pytest.raises(ImportError, match=f"upweight has no {name}: .*{instead}"):
+        exec(f"from upweight import {name}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "instead"),
+    [(GRPOConfig, "overwrite_output_dir", "Leave it out"), (DPOConfig, "logging_dir", "TENSORBOARD_LOGGING_DIR"),
+     (GRPOConfig, "vllm_guided_decoding_regex", "'vllm_structured_outputs_regex' now"),
+     (DPOConfig, "label_pad_token_id", "Leave it out"), (SFTConfig, "wandb_project", "WANDB_PROJECT"),
+     (DPOConfig, "max_completion_length", "Remove it and set 'max_length'"),
+     (SFTConfig, "zzz", "`upweight docs api`")],
+)  # fmt: skip
+def test_arguments_of_old_scripts_have_an_answer(kind, argument, instead, tmp_path):
+    with pytest.raises(TypeError, match=f"takes no argument '{argument}'. .*{instead}"):
+        kind(output_dir=tmp_path, **{argument: 1})
+
+
 def test_names_of_trl_can_be_asked_for():
     assert not hasattr(upweight, "get_dataset")
     assert getattr(upweight, "DatasetMixtureConfig", None) is None

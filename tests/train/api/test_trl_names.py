@@ -67,8 +67,9 @@ def test_every_argument_of_a_trainer_is_taken_or_has_a_reason(name):
         ("SFTConfig", {"max_seq_length": 1}, "max_length"),
         ("DPOConfig", {"rpo_alpha": 1.0}, "loss_weights"),
         ("GRPOConfig", {"num_generation": 4}, "num_generations"),
-        ("DPOConfig", {"max_prompt_length": 4, "max_length": 8}, "'max_length' bounds prompt and completion"),
+        ("DPOConfig", {"max_prompt_length": 4, "max_length": 8}, "Remove it and set 'max_length'"),
         ("DPOConfig", {"max_lenght": 1, "no_cuda": True}, "max_length(.|\\n)*'no_cuda'. It is 'use_cpu'"),
+        ("KTOConfig", {"generate_during_eval": True}, "Remove it"),
         ("CPOConfig", {"nonsense_beyond_words": 4}, "differences"),
     ],
 )

@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 from upweight.errors import UserError
 from upweight.log import logger, set_up_logging
+from upweight.runs.checkpoints import WHOLE
 from upweight.train.recording.callbacks import Progress, StopOnNan, StopOnSignal, duration
 
 
@@ -86,6 +87,16 @@ def test_no_number_ends_the_run_and_leaves_the_rows_since_the_last_log(bad, tmp_
         watch.on_log(args, state(7), TrainerControl(), logs=bad)
     lines = (tmp_path / "out" / "nan_batch.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": s + 1, "row": s, "ids": [1]} for s in (5, 6)]
+
+
+@pytest.mark.parametrize(("saved", "way"), [(False, "start again: there is no"), (True, "continue with --resume")])
+def test_no_number_is_resumed_only_from_a_checkpoint(saved, way, tmp_path):
+    watch, args = on_nan(tmp_path)
+    if saved:
+        (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+        (tmp_path / "out" / "checkpoint-4" / WHOLE).write_text("{}")
+    with pytest.raises(UserError, match=f"then {way}"):
+        watch.on_log(args, state(7), TrainerControl(), logs={"loss": float("nan")})
 
 
 def test_code_of_the_user_is_named_first(tmp_path):

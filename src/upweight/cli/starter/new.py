@@ -120,7 +120,8 @@ def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
     from upweight.data.sources.open import open_entry
 
     if not file.is_file():
-        raise UserError(f"{file}: there is no such file")
+        beside = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise UserError(f"{file}: there is no such file.{did_you_mean(file.name, beside)}")
     rows = open_entry(DatasetSpec(path=str(file.resolve())), "datasets[0]", Path.cwd()).rows()
     return rows.take(0, min(LOOKED_AT, len(rows)))
 

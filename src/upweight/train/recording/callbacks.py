@@ -25,7 +25,7 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import clear_status, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
-from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole
+from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
@@ -123,7 +123,9 @@ class StopOnNan(TrainerCallback):
                 rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            remedy = "Lower 'learning_rate' or 'max_grad_norm', or mend odd rows; then continue with --resume"
+            last = newest_marked(Path(args.output_dir))
+            onward = "start again: there is no checkpoint yet" if last is None else "continue with --resume"
+            remedy = f"Lower 'learning_rate' or 'max_grad_norm', or mend odd rows; then {onward}"
             if self.user_code:
                 code = " and ".join(f"'{name}'" for name in self.user_code)
                 guard = "guard its divisions, roots and logarithms (`upweight check-method` tries it)"

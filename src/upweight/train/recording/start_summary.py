@@ -86,7 +86,8 @@ def _batch(config: Config, trainer: Any) -> str:
     tokens = _tokens_of_row(trainer)
     there = size if trainer.feed is not None else min(len(trainer.train_rows), size)
     fewer = f", all that there are (the config allows {size})" if there < size else ""
-    return f"{there} {rows} a step{fewer}" + (f", about {tokens * there:,.0f} tokens" if tokens else "")
+    counted = f"{there} {rows if there != 1 else rows.removesuffix('s')}"
+    return f"{counted} a step{fewer}" + (f", about {tokens * there:,.0f} tokens" if tokens else "")
 
 
 def _tokens_of_row(trainer: Any) -> float:
