@@ -81,7 +81,10 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class BatchImages:
-    """The images of a batch: each distinct one, and where its features lie."""
+    """The images of a batch: each distinct one, and where its features lie.
+
+    Without any, the vision tower reads a blank image, and nothing its features: other ranks have images.
+    """
 
     refs: tuple[ImageRef, ...]  # the features of all, one after the other, are rows of one tensor
     at_I: Tensor  # flat positions of placeholder tokens, in order

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -129,6 +129,7 @@ class _Sequence:
     target_T: Tensor
     where_T: Tensor  # its scored tokens in the batch
     images: tuple[ImageRef, ...] = ()
+    runs_tower: bool = False  # with or without images, as the forwards of other ranks do
 
 
 def _pick_sequences(batch: Batch) -> list[_Sequence]:
@@ -150,8 +151,8 @@ def _pick_sequences(batch: Batch) -> list[_Sequence]:
             path_N = path_N[batch.end_BN.flatten()[path_N] > last]
         where_T = where_T[torch.linspace(0, len(where_T) - 1, min(len(where_T), _MOST_SCORED)).long()]
         source_T = torch.searchsorted(path_N, batch.source_T[where_T])
-        images = _images_of(batch, path_N)
-        sequences.append(_Sequence(ids[path_N], source_T, batch.target_T[where_T], where_T, images))
+        shown = _images_of(batch, path_N), batch.images is not None
+        sequences.append(_Sequence(ids[path_N], source_T, batch.target_T[where_T], where_T, *shown))
     return sequences
 
 
@@ -201,18 +202,17 @@ def _model_logps(engine: Engine, model: nn.Module, sequence: _Sequence, length: 
     return logits_TV.float().log_softmax(-1).gather(1, sequence.target_T[:scored, None])[:, 0]
 
 
-def _image_inputs(engine: Engine, sequence: _Sequence, ids_1N: Tensor) -> dict[str, Tensor]:
+def _image_inputs(engine: Engine, sequence: _Sequence, ids_1N: Tensor) -> dict[str, Any]:
     """Return what the model reads of the images of a sequence, whose first tokens are `ids_1N`."""
-    if not sequence.images or engine.images is None:
+    if not sequence.runs_tower or engine.images is None:
         return {}
-    token_id = sequence.images[0].token_id
-    left, images = int((ids_1N == token_id).sum()), []
+    left, images = int((ids_1N == engine.images.token_id).sum()), []
     for image in sequence.images:
         if left >= image.tokens:
             images.append(image)
             left -= image.tokens
     if not images:
-        return {}
+        return {"blank_image": {name: value.to(ids_1N.device) for name, value in engine.images.blank_inputs.items()}}
     return engine.images.plain_inputs([images], ids_1N)
 
 

@@ -16,7 +16,7 @@ from upweight.engine.attention.interface import Tree, tree_masks, use_tree_atten
 from upweight.engine.context_parallel import ContextGroup, ShardedTree, require_shareable
 from upweight.engine.divergences import COMPARED, LISTED, Teacher, TeacherStates
 from upweight.engine.head import run_head
-from upweight.engine.image_rows import image_rows
+from upweight.engine.image_rows import image_rows, reading_blank_image
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import (
     STATISTICS,
@@ -129,8 +129,9 @@ class Engine:
         if batch.images is None:
             return None
         assert self.images is not None, "the engine has nothing to read images with"
-        device = batch.ids_BN.device
-        inputs = {name: value.to(device) for name, value in self.images.inputs(batch.images.refs).items()}
+        refs, device = batch.images.refs, batch.ids_BN.device
+        pixels = self.images.inputs(refs) if refs else self.images.blank_inputs
+        inputs = {name: value.to(device) for name, value in pixels.items()}
         return {"inputs": inputs} | {
             name: getattr(batch.images, name) for name in ("at_I", "feature_I", "position_3BN")
         }
@@ -174,10 +175,11 @@ def _install_forward(base: PreTrainedModel) -> None:
 
     @functools.wraps(type(base).forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        packed = kwargs.pop("packed", None)
+        packed, blank_image = kwargs.pop("packed", None), kwargs.pop("blank_image", None)
         if packed is not None:
             return _packed_forward(self, packed)
-        with nullcontext() if (routing := routing_of(self)) is None else routing.recording(None):
+        reads_blank = nullcontext() if blank_image is None else reading_blank_image(self, blank_image)
+        with reads_blank, nullcontext() if (routing := routing_of(self)) is None else routing.recording(None):
             return self.__dict__["_stock_forward"](*args, **kwargs)
 
     wrap_forward(base, forward)

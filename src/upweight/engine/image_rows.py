@@ -1,6 +1,7 @@
 """The embeddings of rows with images, and the call of the language model on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from upweight.models.modules import backbone_of
-from upweight.models.vision import image_features, token_types, vision_family
+from upweight.models.vision import Inputs, image_features, token_types, vision_family
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,7 @@ class ImageRows:
 def image_rows(base: PreTrainedModel, images: dict[str, Any], ids_BN: Tensor) -> ImageRows:
     """Run the vision tower once for each distinct image, and put its features in place of placeholders.
 
+    The features of a blank image stand for no token: their gradient is zero, as that of other ranks' features is not.
     Without `inputs` no token is a placeholder, but some stand after images, and have their positions.
     """
     family = vision_family(base.config)
@@ -44,3 +46,18 @@ def image_rows(base: PreTrainedModel, images: dict[str, Any], ids_BN: Tensor) ->
     if family.sees_whole_image:  # the body around the language model builds its masks
         return ImageRows(backbone_of(base), inputs | token_types(family, is_image_BN))
     return ImageRows(base.get_decoder(), inputs)
+
+
+@contextmanager
+def reading_blank_image(base: PreTrainedModel, inputs: Inputs) -> Iterator[None]:
+    """Inside, a plain forward of texts runs the vision tower too, where one with images would: after the embeddings."""
+
+    # Ranks whose sequences have images gather the tower's shards at this place, and all have to gather in one order.
+    def run_tower(*_: Any) -> None:
+        image_features(base, inputs)
+
+    hook = base.get_input_embeddings().register_forward_hook(run_tower)
+    try:
+        yield
+    finally:
+        hook.remove()

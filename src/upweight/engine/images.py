@@ -1,12 +1,13 @@
 """Images in packed rows: by which numbers sequences fold, where features lie, and positions on a grid."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from upweight.types import BatchImages, ImageRef, Sample
+from upweight.types import Batch, BatchImages, ImageRef, Sample
 
 FIRST_IMAGE = 1 << 31  # numbers above all token ids; keys of sequences are compared as 32 bits
 _NONE = -1  # row of features of a token that is no placeholder
@@ -59,6 +60,14 @@ def batch_images(
     return BatchImages(
         tuple(distinct.values()), torch.from_numpy(at_I), torch.from_numpy(feature_N[at_I]), position_3BN
     )
+
+
+def with_blank_image(batch: Batch) -> Batch:
+    """Return a batch whose forward runs the vision tower, though its rows may have no image."""
+    if batch.images is not None:
+        return batch
+    none = torch.zeros(0, dtype=torch.int64, device=batch.ids_BN.device)
+    return dataclasses.replace(batch, images=BatchImages((), none, none))
 
 
 def grid_positions(sample: Sample) -> NDArray[np.int64]:

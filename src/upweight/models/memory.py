@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import set_zero3_state
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
@@ -155,15 +156,16 @@ class Memory:
 def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
-    with torch.device("meta"):
+    with torch.device("meta"), set_zero3_state():  # which says that weights are cut elsewhere: here there are none
         model = model_class(section, head, config).from_config(config)
-    names = set(linear_names(model))
+    names = linear_names(model)
     linear: Counter[str] = Counter()
     inside = 0
     for name, module in model.named_modules():
-        last, weight = name.rpartition(".")[2], getattr(module, "weight", None)
-        if last in names and isinstance(weight, nn.Parameter):
-            linear[last] += sum(weight.shape)
+        weight = getattr(module, "weight", None)
+        ending = next((one for one in names if f".{name}".endswith(f".{one}")), None)
+        if ending is not None and isinstance(weight, nn.Parameter):
+            linear[ending] += sum(weight.shape)
             inside += weight.numel()
     experts = {name: tuple(weight.shape) for name, weight in model.named_parameters() if _is_expert(name, weight)}
     sizes = [weight.numel() for weight in model.parameters()]

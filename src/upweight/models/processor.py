@@ -8,7 +8,7 @@ import importlib.util
 import io
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from upweight.types import ImageRef
 _ATTRIBUTE = "upweight_images"  # of a tokenizer
 PIXEL_CACHE_BYTES = 1 << 28
 CACHED_SIZES = 4096
+BLANK_SIZE, BLANK_COLOUR = (64, 64), (127, 80, 40)  # some towers leave out tiles that are zero everywhere
 PROCESSOR_FILE = "processor_config.json"
 MISSING_PILLOW = "Pillow is not installed: pip install pillow"
 
@@ -79,7 +80,7 @@ class ImageReader:
     def _expansion(self, width: int, height: int) -> Expansion:
         from PIL import Image
 
-        out = self._process(Image.new("RGB", (width, height), (127, 80, 40)))
+        out = self._process(Image.new("RGB", (width, height), BLANK_COLOUR))
         ids = out["input_ids"][0].tolist()
         grid = out["image_grid_thw"][0].tolist() if self.family.has_grid else None
         tokenizer = self.processor.tokenizer
@@ -97,6 +98,17 @@ class ImageReader:
     def inputs(self, refs: Sequence[ImageRef]) -> Inputs:
         """Return the vision tower's inputs of some images, read from their files."""
         return joined_inputs(self.family, [self._read(ref) for ref in refs])
+
+    @cached_property
+    def blank_inputs(self) -> Inputs:
+        """The vision tower's inputs of a small image that stands for nothing; of one in tiles, the first."""
+        from PIL import Image
+
+        out = self._process(Image.new("RGB", BLANK_SIZE, BLANK_COLOUR))
+        tiles = {name: out[name] for name in self.family.inputs}
+        if self.family.has_grid:  # patches of one image
+            return tiles
+        return {name: value.narrow(self.family.images_axis, 0, 1) for name, value in tiles.items()}
 
     def plain_inputs(self, images: Sequence[Sequence[ImageRef]], ids_BN: Tensor) -> Inputs:
         """Return what a plain forward of sequences reads beside their ids: the images of each, in order."""

@@ -25,7 +25,7 @@ def reward_call(groups: Sequence[Group], decode: Callable[[list[int]], str], tra
     names = dict.fromkeys(name for group in groups for name in group.row if name not in PREPARED_COLUMNS)
     columns = {name: [group.row.get(name) for _, group, _, _ in each] for name in names}
     shown = [images_of(group, one) for _, group, _, one in each]
-    if any(shown):
+    if any(shown) or "images" in columns:  # an empty list for each, where the prompts of a call have none
         distinct = {ref.digest: ref for refs in shown for ref in refs}
         opened = dict(zip(distinct, open_images(list(distinct.values())), strict=True))
         columns["images"] = [[opened[ref.digest] for ref in refs] for refs in shown]

@@ -77,6 +77,7 @@ def _generate(
             attention_mask=torch.ones_like(ids_BN),
             **inputs,
             generation_config=config,
+            synced_gpus=False,  # weights are whole meanwhile, and ranks call it for as many prompts as they have
             stopping_criteria=StoppingCriteriaList([_AtStopString(ids_BN.shape[1], rows.stops)] if rows.stops else []),
         )
     finally:

@@ -26,7 +26,7 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_model, load_model_config
-from upweight.models.precision import HALF_DTYPES, Sharding
+from upweight.models.precision import HALF_DTYPES
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
@@ -88,7 +88,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     reads = image_reader(tokenizer) is not None and "images" in first
-    optim = _with_images(config, model, ranks.num_processes, sharding) if reads else config.optim
+    optim = _with_images(config, model, ranks.num_processes) if reads else config.optim
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     arguments = training_arguments(
@@ -139,9 +139,9 @@ def _first_row(train: Dataset | RowFeed, objects: Objects) -> Mapping[str, Any]:
     return train[0]
 
 
-def _with_images(config: Config, model: Model, ranks: int, sharding: Sharding) -> OptimSection:
+def _with_images(config: Config, model: Model, ranks: int) -> OptimSection:
     """Return the settings for rows with images; raise for those that do not go with them."""
-    problems = list(image_problems(config, model, ranks, sharding))
+    problems = list(image_problems(config, model, ranks))
     if config.gym.enabled or config.environment.kind == "openenv":
         problems.append("environment: servers get no images; leave it out, or write a class (environment.class).")
     if problems:

@@ -262,10 +262,8 @@ def _reference(
     return make_reference(kind, model, dtype, synced=synced, offload=offload, separate_model=separate)
 
 
-def image_problems(config: Config, model: Model, ranks: int, sharding: Sharding) -> Iterator[str]:
+def image_problems(config: Config, model: Model, ranks: int) -> Iterator[str]:
     """Yield what is wrong with settings with which images are not trained on."""
-    if sharding != "none":
-        yield "fsdp, deepspeed: rows with images need whole weights on each rank; leave it out."
     if config.sharding.context_parallel_size > 1:
         yield "context_parallel_size: rows with images are not shared by ranks; set it to 1."
     if config.optim.neftune_alpha is not None:
@@ -284,6 +282,8 @@ def image_problems(config: Config, model: Model, ranks: int, sharding: Sharding)
 def _problems_with_vllm(config: Config, model: Model) -> Iterator[str]:
     """Yield what is wrong with settings with which vLLM gets no images."""
     here = "leave out trl.use_vllm to sample in this process"
+    if config.sharding.fsdp or config.sharding.deepspeed is not None:
+        yield f"fsdp, deepspeed: sharded weights are not compared with vLLM's after images; {here}."
     if config.rollout.vllm_mode == "colocate":
         yield f"trl.vllm_mode: colocated vLLM gets no images; use 'vllm_mode: server', or {here}."
     elif direct_transfer(config) is not None:

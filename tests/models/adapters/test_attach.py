@@ -138,6 +138,16 @@ def test_linear_layers_of_other_architectures_are_found():
     assert linear_names(tiny("phi3")) == ["o_proj", "qkv_proj", "gate_up_proj", "down_proj"]
 
 
+def test_names_that_other_modules_have_too_are_longer():
+    pytest.importorskip("PIL")
+    from tiny_vision import vision_model
+
+    adapted = attach_adapter(vision_model("qwen2_5_vl"), section(target_linear=True, rank=2))
+    names = {name.partition(".lora_A")[0].rpartition("visual.")[2] for name, _ in adapted.named_parameters()}
+    assert {"merger.mlp.0", "merger.mlp.2", "blocks.0.attn.qkv", "blocks.0.attn.proj"} <= names
+    assert "patch_embed.proj" not in names
+
+
 def test_an_adapter_folder_is_continued_exactly(tmp_path):
     first = attach_adapter(tiny("llama"), section(targets=["q_proj"], rank=3))
     with torch.no_grad():

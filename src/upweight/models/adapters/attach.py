@@ -122,16 +122,26 @@ def _passed_on(section: AdapterSection) -> dict[str, Any]:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Return the last names of a model's linear layers, without its head."""
+    """Return the names by which PEFT finds a model's linear layers, without its head."""
     head, after = model.get_output_embeddings(), _score_layers(model)
-    names = {
-        name.rpartition(".")[2]: None
+    linear = [
+        name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[0] not in after
         if not is_router(model, name)
-    }
+    ]
+    # Last names as a rule. A number would find blocks too, and `proj` in a vision tower its convolution.
+    others = {name for name, module in model.named_modules() if not isinstance(module, nn.Linear | Conv1D)}
+    found = set().union(*(_endings(name) for name in others))
+    names = dict.fromkeys(next((end for end in _endings(name) if end not in found), name) for name in linear)
     heads = {"lm_head", "score", "classifier"} if _task_type(model) != TaskType.CAUSAL_LM else {"lm_head"}
     return [name for name in names if name not in heads]
+
+
+def _endings(name: str) -> list[str]:
+    """Return the ends of a module's name, from the last part to the whole."""
+    parts = name.split(".")
+    return [".".join(parts[-size:]) for size in range(1, len(parts) + 1)]
 
 
 def _score_layers(model: PreTrainedModel) -> list[str]:

@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from upweight.config.sections.training import ShardingSection
 from upweight.engine import Engine
+from upweight.engine.images import with_blank_image
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.log import warn_once
@@ -67,8 +68,13 @@ def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
     if state.distributed_type == DistributedType.MULTI_CPU:
         shard_on_cpu(state, FullyShardedDataParallelPlugin(**options))
         trainer.is_fsdp_enabled = True
+    assert state.fsdp_plugin is not None
+    if state.fsdp_plugin.transformer_cls_names_to_wrap is None:
+        # A vision model may name layers of the text model that its tower came with, which it has not.
+        classes = {type(module).__name__ for module in trainer.model.modules()}
+        named = getattr(trainer.model, "_no_split_modules", None) or ()
+        state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(classes.intersection(named))
     if dtype in HALF_DTYPES:
-        assert state.fsdp_plugin is not None
         # Inputs stay as they are, as on one rank: counts of tokens, cast to bfloat16, would be rounded above 256.
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -104,7 +110,8 @@ def whole_weights(model: nn.Module, engine: Engine) -> Iterator[None]:
         model.set_reshard_after_forward(False)
         try:
             with torch.no_grad():  # a forward through the root gathers unit by unit, and prepares what gathers
-                engine(model, build_batch([], engine.layout).to(device))
+                batch = build_batch([], engine.layout).to(device)
+                engine(model, batch if engine.images is None else with_blank_image(batch))
             with _without_hooks(model):
                 yield
         finally:

@@ -220,7 +220,7 @@ def _completion_source(  # noqa: PLR0917
     alone = env_setup is None
     source: CompletionSource = SingleTurn(generator)
     if not alone:
-        problem = next(image_problems(config, model, PartialState().num_processes, policy.sharding), None)
+        problem = next(image_problems(config, model, PartialState().num_processes), None)
         options = {"folder": config.folder, "image_problem": problem}
         source = env_setup.completion_source(model, tokenizer, generator, **options)
     share = policy.method.demonstration_share
