@@ -70,7 +70,7 @@ def test_every_argument_of_a_trainer_is_taken_or_has_a_reason(name):
         ("DPOConfig", {"max_prompt_length": 4, "max_length": 8}, "Remove it and set 'max_length'"),
         ("DPOConfig", {"max_lenght": 1, "no_cuda": True}, "max_length(.|\\n)*'no_cuda'. It is 'use_cpu'"),
         ("KTOConfig", {"generate_during_eval": True}, "Remove it"),
-        ("CPOConfig", {"nonsense_beyond_words": 4}, "differences"),
+        ("CPOConfig", {"nonsense_beyond_words": 4}, "upweight docs api"),
     ],
 )
 def test_an_unknown_argument_of_a_config_says_what_was_meant(name, given, hint, tmp_path):
