@@ -69,6 +69,7 @@ def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
         shard_on_cpu(state, FullyShardedDataParallelPlugin(**options))
         trainer.is_fsdp_enabled = True
     assert state.fsdp_plugin is not None
+    assert trainer.model is not None
     if state.fsdp_plugin.transformer_cls_names_to_wrap is None:
         # A vision model may name layers of the text model that its tower came with, which it has not.
         classes = {type(module).__name__ for module in trainer.model.modules()}
