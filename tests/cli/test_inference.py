@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said(model, tmp_path):
         (("What is 3 plus 4?",), None, "A prompt is given as --prompt 'What is 3 plus 4"),
         ((), b"\xff\n", "stdin: is not UTF-8 text"),
         (("chat_template=chatml", "--chat"), b"\xff\n", "stdin: is not UTF-8 text"),
-        (("--prompts", "hello"), "\n", "prompts: unknown key"),
+        (("--prompts", "hello"), "\n", "--prompts: no such option. Did you mean '--prompt'"),
         ((), '{"prompt": "a"}\n\nb\n', "stdin:3: not JSON"),
         ((), '{"prompt": "a"}\n[1]\n', "stdin:2: expected a JSON object"),
         ((), '{"prompt": "a"}\n{"text": "b"}\n', "stdin:2: 'prompt'"),

@@ -77,9 +77,16 @@ def test_grpo_samples_prompts_with_images_from_a_server(tmp_path, keys):
 def test_what_was_not_shown_to_work_is_refused(tmp_path, kind, trl, words):
     (tmp_path / "model").mkdir()
     keys = config(tmp_path, tmp_path / "model", "http://127.0.0.1:9", trl)
-    problems = list(image_problems(keys, vision_model(kind), 1, "none"))
+    problems = list(image_problems(keys, vision_model(kind), 1))
     assert len(problems) == bool(words)
     assert not words or words in problems[0]
+
+
+def test_sharded_weights_are_not_compared_with_a_server_that_reads_images(tmp_path):
+    (tmp_path / "model").mkdir()
+    keys = config(tmp_path, tmp_path / "model", "http://127.0.0.1:9", fsdp=True)
+    (problem,) = image_problems(keys, vision_model("idefics3"), 2)
+    assert problem.startswith("fsdp, deepspeed: sharded weights are not compared")
 
 
 def test_another_type_stops_before_the_server_is_asked(tmp_path):
