@@ -26,10 +26,10 @@ def refused(tmp_path, monkeypatch):
     """Returns the error about a file, after the rows that the lines in it write, if there are any."""
     monkeypatch.chdir(tmp_path)
 
-    def go(text, method=None):
+    def go(text, method=None, **options):
         (tmp_path / "mine.csv").write_text(text)
         with pytest.raises(UserError) as error:
-            new(tmp_path / "mine.csv", model=MODEL, method=method, yes=True)
+            new(tmp_path / "mine.csv", model=MODEL, method=method, yes=True, **options)
         assert not (tmp_path / "config.yaml").exists()
         lines = re.findall(r"^    (.*)$", str(error.value), re.MULTILINE)
         (tmp_path / "recipe.py").write_text("\n".join(lines))
@@ -48,8 +48,8 @@ def test_a_preference_for_one_of_two_answers_becomes_pairs(refused, method, mark
     problem, rows = refused(text, method)
     assert "'Preferred' says which of 'Response A' and 'Response B' is better" in problem
     assert rows == [
-        {"Prompt": "Why?", "chosen": "Because, well.", "rejected": "So."},
-        {"Prompt": "Who?", "chosen": "Me.", "rejected": "You."},
+        {"prompt": "Why?", "chosen": "Because, well.", "rejected": "So."},
+        {"prompt": "Who?", "chosen": "Me.", "rejected": "You."},
     ]
 
 
@@ -66,11 +66,12 @@ def test_labels_in_words_become_true_and_false(refused, method):
 
 
 @pytest.mark.parametrize("method", [None, "kto"])
-@pytest.mark.parametrize("marks", [("up", "", "down"), ("up", "neutral", "down"), ("up", "", "meh")])
+@pytest.mark.parametrize("marks", [("up", "", "down"), ("up", "neutral", "down")])
 def test_rows_without_a_mark_are_not_made_bad_ones(refused, method, marks):
     text = "id,Customer message,Agent reply,Thumbs\n" + "".join(f"1,Why?,So.,{mark}\n" for mark in marks * 2)
     problem, rows = refused(text, method)
-    assert "# rows without a mark are left out" in problem
+    assert f"# left out: {repr(marks[1]) if marks[1] else 'no mark'}" in problem
+    assert "# true for good rows; false for 'down'" in problem
     assert [row["Thumbs"] for row in rows] == ["True", "False"] * 2
 
 
@@ -81,16 +82,19 @@ def test_pairs_are_not_made_with_rows_without_a_mark(refused):
 
 @pytest.mark.parametrize("method", [None, "kto"])
 def test_labels_beside_a_prompt_that_is_not_recognised(refused, method):
-    problem, rows = refused("id,words,reply,thumbs\n1,Why?,So.,up\n2,Who?,Me.,down\n3,What?,No.,down\n", method)
-    assert "write the name of the column with the prompts" in problem
+    text = "id,words,reply,thumbs\n1,Why so?,So.,up\n2,Who?,Me.,down\n3,What?,No.,down\n"
+    problem, _ = refused(text, method)
+    assert "--columns prompt=words,completion=reply,label=thumbs`" in problem
     assert "--method sft" not in problem
-    assert [row["thumbs"] for row in rows] == ["True", "False", "False"]
+    assert "import pandas" not in problem
+    _, rows = refused(text, method, columns="prompt=words,completion=reply,label=thumbs")
+    assert [row["label"] for row in rows] == ["True", "False", "False"]
 
 
 def test_the_role_without_a_column_is_named(refused):
-    problem, _ = refused("id,words,Agent reply,thumbs\n1,Why?,So.,true\n")
+    problem, _ = refused("id,words,Agent reply,thumbs\n1,Why so?,So.,true\n")
     assert "completion is 'Agent reply', label is 'thumbs', no prompt is recognised among id, words" in problem
-    assert "`type: {field_prompt: ..., field_completion: Agent reply, field_label: thumbs}`" in problem
+    assert "--columns 'prompt=words,completion=Agent reply,label=thumbs'`" in problem
 
 
 @pytest.mark.parametrize("labels", [("true", ""), ("1", "2"), ("yes", "yes"), ("1.0", "0.0")])

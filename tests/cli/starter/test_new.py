@@ -11,6 +11,7 @@ import yaml
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.new import new, propose
+from upweight.cli.starter.table import Table
 from upweight.errors import UserError
 
 TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
@@ -46,19 +47,19 @@ def write_csv(file, rows):
     ],
 )
 def test_the_method_is_proposed_by_the_columns(columns, method):
-    assert propose(columns, [dict.fromkeys(columns, "true")], Path("mine.csv"))[0] == method
+    assert propose(Table(Path("mine.csv"), [dict.fromkeys(columns, "true")]))[0] == method
 
 
 def test_two_answers_raise_the_question_whether_they_are_a_pair():
     row = {"question": "Why?", "answer_a": "Well, so.", "answer_b": "Well, no."}
-    assert "Is one of 'answer_a' and 'answer_b' the better answer?" in propose(list(row), [row], Path("mine.csv"))[1]
+    assert "Is one of 'answer_a' and 'answer_b' the better answer?" in propose(Table(Path("mine.csv"), [row]))[1]
     row = {"question": "Why?", "answer": "Well, so.", "answer_id": "7"}
-    assert "better answer" not in propose(list(row), [row], Path("mine.csv"))[1]
+    assert "better answer" not in propose(Table(Path("mine.csv"), [row]))[1]
 
 
 def test_columns_that_nobody_knows():
-    with pytest.raises(UserError, match="no column is recognised among a, b"):
-        propose(["a", "b"], [{}], Path("mine.csv"))
+    with pytest.raises(UserError, match=r"no column is recognised among a, b\..*--columns prompt=a,completion=b`"):
+        propose(Table(Path("mine.csv"), [{"a": "Why so?", "b": "It is so."}]))
 
 
 def test_a_csv_becomes_a_config_that_trains(tmp_path, model):
@@ -183,3 +184,20 @@ def test_without_a_tokenizer_the_name_of_a_model_says_whether_it_is_one_for_chat
     assert entry.get("as_messages") is (True if chat else None)
     said = "the model's name is that of a chat model" if chat else "Then add `as_messages: true` to the entry"
     assert said in done.stderr
+
+
+def test_a_file_of_which_no_row_can_be_read_is_refused_with_causes(tmp_path, model):
+    write_csv(tmp_path / "mine.csv", [{"chosen": "So.", "rejected": "No.", "words": n} for n in range(5)])
+    done = upweight("new", "mine.csv", "--model", model, "--yes", folder=tmp_path)
+    assert done.returncode == 2
+    assert "5 of 5 rows cannot be read:" in done.stderr
+    assert "(5, first row 0)" in done.stderr
+    assert "--columns" in done.stderr
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_some_rows_that_cannot_be_read_are_counted_by_cause(tmp_path, model):
+    write_csv(tmp_path / "mine.csv", [*PAIRS, {"question": "Why?", "good": "", "bad": "No."}])
+    done = upweight("new", "mine.csv", "--model", model, "--yes", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rows: 1 of 21 rows cannot be read:" in done.stderr

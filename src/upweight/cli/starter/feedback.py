@@ -1,61 +1,71 @@
 """Feedback that no method reads as it stands: a column that prefers an answer, labels in words, ratings."""
 
-import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from upweight.data.columns import ANSWERED, csv_separator, guess_columns, words_of
+from upweight.cli.starter.table import FEW, SHORT, Preference, Table
+from upweight.data.columns import ANSWERED, csv_separator, words_of
 from upweight.data.raw_row import Row, RowError
 from upweight.errors import UserError
 
-Rows = Sequence[Mapping[str, Any]]
-
-PREFERS = {"preferred", "preference", "prefers", "prefer", "winner", "better", "best", "choice", "chosen", "selected",
-           "pick", "picked", "vote", "verdict"}  # fmt: skip
-UNDECIDED = {"", "tie", "draw", "equal", "same", "both", "neither", "none"}
-GOOD = ("good", "true", "1", "yes", "y", "up", "positive", "correct", "right", "liked", "like", "helpful", "accepted",
-        "accept", "desirable", "pass", "+")  # fmt: skip
-BAD = ("bad", "false", "0", "no", "n", "down", "negative", "incorrect", "wrong", "disliked", "dislike", "unhelpful",
-       "rejected", "reject", "undesirable", "fail", "-")  # fmt: skip
-FEW, SHORT = 5, 30  # values of a column of labels, and characters of one
+GOOD = ("good", "true", "1", "1.0", "yes", "y", "up", "positive", "correct", "right", "liked", "like", "helpful",
+        "accepted", "accept", "desirable", "pass", "+")  # fmt: skip
+BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "wrong", "disliked", "dislike",
+       "unhelpful", "rejected", "reject", "undesirable", "fail", "-")  # fmt: skip
 
 
-def refuse_preference(file: Path, columns: Sequence[str], rows: Rows) -> None:
-    """Raise a UserError where a column says which of several answers is better, with lines that make pairs of them."""
-    answers = [name for name in columns if set(ANSWERED) & set(words_of(name)) and not PREFERS & set(words_of(name))]
-    tag_of = {name: {_plain(name), re.findall(r"[a-z]+|\d+", name.lower())[-1]} for name in answers}
-    paired = {"chosen", "rejected"} <= guess_columns("pairs", columns).keys()
-    for name in columns if len(answers) > 1 else ():
-        values = [_plain(row.get(name)) for row in rows]
-        decided = set(values) - UNDECIDED
-        prefers = decided and decided <= set().union(*(tags for other, tags in tag_of.items() if other != name))
-        if not decided or (not prefers and (paired or not PREFERS & set(words_of(name)) or len(decided) > FEW)):
-            continue
-        first, second = [other for other in answers if other != name][:2]
-        lines = _pairing_lines(columns, rows, name, {one: tag_of[one] if prefers else set() for one in (first, second)})
-        problem = f"{name!r} says which of {' and '.join(map(repr, answers))} is better, and one of them alone would"
-        remedy = "teach worse answers too. Make pairs of a better and a worse answer"
-        raise UserError(f"{file}: {problem} {remedy}:\n{_recipe(file, name, lines, 'pairs')}")
+def refuse_preference(table: Table) -> None:
+    """Raise a UserError where a column says which of two answers is better, with lines that make pairs of them."""
+    one = table.preference()
+    if one is None:
+        return
+    problem = f"{table.file}: {one.winner!r} says which of several answers is better, and one of them alone would"
+    if len(one.answers) == 2:
+        problem = problem.replace("several answers", f"{one.answers[0]!r} and {one.answers[1]!r}")
+    problem += " teach worse answers too."
+    known = {"winner": one.winner} | ({"prompt": one.prompt} if one.prompt else {})
+    if len(one.answers) != 2 or one.prompt is None:
+        known |= dict(zip(("answer_a", "answer_b"), one.answers, strict=True)) if len(one.answers) == 2 else {}
+        raise UserError(f"{problem} Name the prompt and the two answers: {table.ask_for('preference', known)}")
+    known |= dict(zip(("answer_a", "answer_b"), one.answers, strict=True))
+    if one.better is None:
+        raise UserError(f"{problem} {_ask_values(table, one.winner, 'preference', known)}")
+    _check_values(table, one.winner)
+    recipe = _recipe(table.file, one.winner, _pairing_lines(one, one.prompt, one.better), "pairs")
+    raise UserError(f"{problem} Make pairs of a better and a worse answer:\n{recipe}")
 
 
-def _pairing_lines(columns: Sequence[str], rows: Rows, name: str, tag_of: Mapping[str, set[str]]) -> list[str]:
-    """Return the lines that make pairs of two answers by what a column says, the first mark standing for the first."""
-    marks = sorted({str(row.get(name)) for row in rows if _plain(row.get(name)) not in UNDECIDED})
-    (first, its_tags), (second, other_tags) = tag_of.items()
-    better = [mark for mark in marks if _plain(mark) in its_tags] if its_tags else marks[:1]
-    worse = [mark for mark in marks if _plain(mark) in other_tags] if other_tags else marks[-1:]
-    prompts = list(guess_columns("prompts", [one for one in columns if one not in (name, *tag_of)]).values())
+def _pairing_lines(one: Preference, prompt: str, better: tuple[list[str], list[str]]) -> list[str]:
+    """Return the lines that make pairs of two answers by what a column says."""
+    first, second = one.answers
     return [
-        f"rows = rows[rows[{name!r}].isin({better + worse})]",
-        f"first = rows[{name!r}].isin({better})   # where {first!r} is the better one",
+        f"winner = rows[{one.winner!r}].str.strip()",
+        f"rows, winner = rows[winner.isin({better[0] + better[1]})], winner[winner.isin({better[0] + better[1]})]",
+        f"first = winner.isin({better[0]})   # where {first!r} is the better one",
         f"a, b = rows[{first!r}], rows[{second!r}]",
-        f"pairs = rows[{prompts}].assign(chosen=a.where(first, b), rejected=b.where(first, a))",
+        f"pairs = pandas.DataFrame({{'prompt': rows[{prompt!r}], 'chosen': a.where(first, b), "
+        "'rejected': b.where(first, a)})",
+        "pairs = pairs[pairs.ne('').all(axis=1)].dropna()   # rows with an empty text are left out",
     ]
 
 
-def _plain(value: Any) -> str:
-    return " ".join(re.findall(r"[a-z]+|\d+", str("" if value is None else value).lower()))
+def _ask_values(table: Table, name: str, kind: str, known: Mapping[str, str]) -> str:
+    """Return the question what the values of a column stand for, with the command that answers it."""
+    meanings = ("answer_a", "answer_b") if kind == "preference" else ("true", "false")
+    values = [value for value in table.values(name) if value]
+    if len(values) > FEW:
+        return f"{name!r} holds {len(values)} different values; write {' or '.join(meanings)} in its place."
+    given = shlex.quote(",".join(f"{value}=?" for value in values))
+    command = table.ask_for(kind, known, f" --values {given}")
+    what = f"Say what its values stand for, with {' or '.join(meanings)} for each `?`"
+    return f"{what}; leave out those that are neither, and their rows are left out: {command}"
+
+
+def _check_values(table: Table, name: str) -> None:
+    if unknown := [value for value in table.meanings if value not in table.values(name)]:
+        raise UserError(f"--values {unknown[0]}=...: {name!r} holds {', '.join(map(repr, table.values(name)))}.")
 
 
 def is_label(value: Any) -> bool:
@@ -67,55 +77,70 @@ def is_label(value: Any) -> bool:
     return True
 
 
-def is_rating(name: str, rows: Rows) -> bool:
-    """Return whether a column holds numbers that grade rows."""
+def is_rating(name: str, table: Table) -> bool:
+    """Return whether a column holds numbers that grade rows; cells may be empty."""
     named = any(word in name.lower() for word in ("rating", "score", "star", "grade", "quality"))
-    values = [str(row.get(name, "")).strip() for row in rows]
-    return named and all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
+    values = [value for value in table.values(name) if value]
+    return named and bool(values) and all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
 
 
-def labels_in_words(columns: Sequence[str], rows: Rows) -> tuple[str, list[str]] | None:
+def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
     """Return a column that marks rows otherwise than by true and false, with its values, the good one first."""
-    name = guess_columns("labelled", columns).get("label")
-    values = [row.get(name) for row in rows] if name else []
-    if name is None or is_rating(name, rows) or all(is_label(value) for value in values):
+    name = table.roles("labelled").get("label")
+    cells = [row.get(name) for row in table.rows] if name else []
+    if name is None or is_rating(name, table) or all(is_label(value) for value in cells):
         return None
-    if not all(value is None or isinstance(value, str | int | float) for value in values):
+    if not all(value is None or isinstance(value, str | int | float) for value in cells):
         return None
-    texts = list(dict.fromkeys(str("" if value is None else value).strip() for value in values))
+    texts = table.values(name)
     is_mark = len(texts) > 1 or texts[0].lower() in (*GOOD, *BAD)
-    if not is_mark or len(texts) > FEW or len(texts) == len(rows) > 2 or any(len(text) > SHORT for text in texts):
+    if not is_mark or len(texts) > FEW or len(texts) == len(cells) > 2 or any(len(text) > SHORT for text in texts):
         return None
-    return name, sorted(texts, key=lambda text: _goodness(text.lower()))
+    return name, sorted(
+        texts, key=lambda text: 0 if text.lower() in GOOD else 2 if text.lower() in BAD or not text else 1
+    )
 
 
-def _goodness(text: str) -> int:
-    return 0 if text in GOOD else 2 if text in BAD or not text else 1
+def _good_and_bad(table: Table, values: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Return the values that mark good and bad rows; None where that is not sure."""
+    if table.meanings:
+        good, bad = ([value for value in values if table.meanings.get(value) == one] for one in ("true", "false"))
+        return good, bad
+    good, bad = ([value for value in values if value.lower() in words] for words in (GOOD, BAD))
+    is_sure = (good and bad) or len(good) + len(bad) == len([value for value in values if value])
+    return (good, bad) if is_sure else None
 
 
-def _marked_lines(name: str, values: Sequence[str]) -> list[str]:
-    """Return the line that leaves out rows without a mark, which are neither good nor bad, if there are any."""
-    judged = [value for value in values if value.lower() in (*GOOD, *BAD)]
-    decided = judged if {_goodness(value.lower()) for value in judged} == {0, 2} else [one for one in values if one]
-    if len(decided) == len(values):
+def _marked_lines(name: str, values: Sequence[str], good: Sequence[str], bad: Sequence[str]) -> list[str]:
+    """Return the line that leaves out rows that are neither good nor bad, if there are any."""
+    left_out = [repr(value) if value else "no mark" for value in values if value not in (*good, *bad)]
+    if not left_out:
         return []
-    return [f"rows = rows[rows[{name!r}].str.strip().isin({decided})]   # rows without a mark are left out"]
+    return [f"rows = rows[rows[{name!r}].str.strip().isin({[*good, *bad]})]   # left out: {', '.join(left_out)}"]
 
 
-def label_problem(file: Path, name: str, values: Sequence[str], columns: Sequence[str]) -> str:
+def label_problem(table: Table, name: str, values: Sequence[str]) -> str:
     """Return what is amiss with labels in words, with lines that make them true and false."""
-    lines = _marked_lines(name, values)
-    lines += [f"rows[{name!r}] = rows[{name!r}].str.strip() == {values[0]!r}   # true for good rows"]
-    if "prompt" not in guess_columns("labelled", columns):
-        lines += ["rows = rows.rename(columns={'...': 'prompt'})   # write the name of the column with the prompts"]
     held = " and ".join(repr(value) if value else "nothing" for value in values)
-    problem = f"{name!r} holds {held}; kto learns from good and bad rows, marked true or false"
-    return f"{file}: {problem}:\n{_recipe(file, name, lines, 'rows')}"
+    problem = f"{table.file}: {name!r} holds {held}; kto learns from good and bad rows, marked true or false"
+    column_of, marks = table.roles("labelled"), _good_and_bad(table, values)
+    if marks is None:
+        return f"{problem}. {_ask_values(table, name, 'labelled', {})}"
+    if len(column_of) < 3:
+        return f"{problem}. Name the columns of prompts and answers: {table.ask_for('labelled')}"
+    _check_values(table, name)
+    lines = _marked_lines(name, values, *marks)
+    bad = f"; false for {', '.join(map(repr, marks[1]))}" if marks[1] else ""
+    lines += [f"rows[{name!r}] = rows[{name!r}].str.strip().isin({marks[0]})   # true for good rows{bad}"]
+    if table.named:  # whose names `new` does not recognise
+        renamed = {column: role for role, column in column_of.items()}
+        lines += [f"rows = rows[{list(renamed)}].rename(columns={renamed})"]
+    return f"{problem}:\n{_recipe(table.file, name, lines, 'rows')}"
 
 
 def rating_advice(name: str) -> str:
     """Return what a column of ratings is good for."""
-    good = f"def good(row): return float(row[{name!r}]) >= 4"
+    good = f"def good(row): return float(row[{name!r}] or 0) >= 4"
     return (
         f"{name!r} holds ratings: `filter: mine.good` in the entry trains on good rows only, with `{good}` in "
         "mine.py; kto learns from good and bad ones, once a column 'label' says true or false of each row; rows of "
@@ -123,51 +148,58 @@ def rating_advice(name: str) -> str:
     )
 
 
-def refuse_labels(file: Path, columns: Sequence[str], rows: Rows) -> None:
+def refuse_labels(table: Table) -> None:
     """Raise a UserError where the labels for kto cannot be read as true or false."""
-    column_of = guess_columns("labelled", columns)
+    column_of = table.roles("labelled")
     name = column_of.get("label")
-    if name is None or "completion" not in column_of or {"chosen", "rejected"} <= set(columns):
+    if name is None or "completion" not in column_of or {"chosen", "rejected"} <= set(table.columns):
         return  # pairs, or columns that are missing
-    if (marked := labels_in_words(columns, rows)) is not None:
-        raise UserError(label_problem(file, *marked, columns))
-    for number, row in enumerate(rows):
+    if (marked := labels_in_words(table)) is not None:
+        raise UserError(label_problem(table, *marked))
+    for number, row in enumerate(table.rows):
         if not is_label(row.get(name)):
-            advice = f". {rating_advice(name)}" if is_rating(name, rows) else ""
+            advice = f". {rating_advice(name)}" if is_rating(name, table) else ""
             problem = f"kto needs true or false in {name!r}, and row {number} has {row.get(name)!r}"
-            raise UserError(f"{file}: {problem}{advice}.")
+            raise UserError(f"{table.file}: {problem}{advice}.")
 
 
-def pairing_advice(file: Path, columns: Sequence[str], rows: Rows) -> str | None:
+def pairing_advice(table: Table) -> str | None:
     """Return how rows with one answer each become pairs, by their ratings or labels; None where they have two."""
-    column_of, marked = guess_columns("labelled", columns), labels_in_words(columns, rows)
+    column_of, marked = table.roles("labelled"), labels_in_words(table)
     answer, name = column_of.get("completion"), column_of.get("label")
-    name = next((one for one in columns if is_rating(one, rows)), name)
-    if answer is None or {"chosen", "rejected"} & guess_columns("pairs", columns).keys() - {name}:
+    name = next((one for one in table.columns if is_rating(one, table)), name)
+    if answer is None or {"chosen", "rejected"} & table.roles("pairs").keys() - {name}:
         return None
     one_answer = f"rows have one answer, {answer!r}, and pairs need a better and a worse one of the same prompt"
-    if name is None or "prompt" not in column_of:
+    rated = name is not None and is_rating(name, table)
+    readable = rated or marked or (name is not None and all(is_label(row.get(name)) for row in table.rows))
+    if name is None or not readable or "prompt" not in column_of:
         return f"{one_answer}: write both into a row, as prompt, chosen and rejected; sft trains on rows as they are."
-    order = "pandas.to_numeric" if is_rating(name, rows) else "lambda marks: marks.str.lower().isin(['true', '1'])"
-    if marked is not None:
-        order = f"lambda marks: marks.str.strip() == {marked[1][0]!r}"
-    lines = [
-        *(_marked_lines(*marked) if marked is not None else ()),
+    lines, order = [f"rows = rows[rows[{answer!r}] != '']"], "lambda marks: marks.str.lower().isin(['true', '1'])"
+    if rated:
+        lines += [f"rows = rows[pandas.to_numeric(rows[{name!r}], errors='coerce').notna()]   # those with a rating"]
+        order = "pandas.to_numeric"
+    elif marked is not None:
+        if (marks := _good_and_bad(table, marked[1])) is None:
+            return f"{one_answer}. {_ask_values(table, name, 'labelled', {})}"
+        lines += _marked_lines(*marked, *marks)
+        order = f"lambda marks: marks.str.strip().isin({marks[0]})"
+    lines += [
         f"rows = rows.sort_values({name!r}, key={order}, ascending=False)",
         f"of_prompt = rows.groupby({column_of['prompt']!r})",
         "best, worst = of_prompt.first(), of_prompt.last()",
         f"pairs = best.assign(chosen=best[{answer!r}], rejected=worst[{answer!r}])[best[{name!r}] != worst[{name!r}]]",
-        "pairs = pairs[['chosen', 'rejected']].reset_index()",
+        "pairs = pairs[['chosen', 'rejected']].rename_axis('prompt').reset_index()",
     ]
-    return f"{one_answer}. Pair rows of one prompt by {name!r}:\n{_recipe(file, name, lines, 'pairs')}"
+    return f"{one_answer}. Pair rows of one prompt by {name!r}:\n{_recipe(table.file, name, lines, 'pairs')}"
 
 
-def second_answer_advice(columns: Sequence[str], rows: Rows) -> str:
+def second_answer_advice(table: Table) -> str:
     """Return the question whether rows with two texts that may be answers are pairs; nothing where they have one."""
-    column_of = guess_columns("text", columns)
-    for name in columns:
+    column_of = table.roles("text")
+    for name in table.columns:
         is_answer = name not in column_of.values() and set(ANSWERED) & set(words_of(name))
-        if len(column_of) == 2 and is_answer and any(" " in str(row.get(name) or "").strip() for row in rows):
+        if len(column_of) == 2 and is_answer and name in table.texts():
             first = column_of["output"]
             return f". Is one of {first!r} and {name!r} the better answer? Then name them chosen and rejected, for dpo"
     return ""

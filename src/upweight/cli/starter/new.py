@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from upweight.cli.starter import feedback
-from upweight.data.columns import ROLES, guess_columns, misses_columns, type_mapping
+from upweight.cli.starter.excel import explain_export
+from upweight.cli.starter.table import ALIASES, Table, read_columns, read_values
+from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger
 
@@ -21,6 +23,7 @@ READ = {"prompt", "chosen", "rejected", "completion", "label", "messages", "conv
         "output", "text", "system", "tools", "margin", "image", "images", "input_ids", "labels"}  # fmt: skip
 CHAT_NAME = re.compile(r"(?:^|[-_.])(instruct|chat|it|zephyr|assistant)(?:[-_.\d]|$)", re.IGNORECASE)  # of models
 LOOKED_AT = 200  # rows, for their columns and lengths
+CAUSES = 3  # that are named of rows that cannot be read
 SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "reward": "pairs", "kto": "labelled",
          "sft": "text", "grpo": "prompts"}  # fmt: skip
@@ -45,8 +48,7 @@ def good(completions, **columns):
 class Plan:
     """What is known of the config to write."""
 
-    file: Path
-    rows: Sequence[Mapping[str, Any]]
+    table: Table
     method: str
     model: str
     entry: dict[str, Any] = field(default_factory=dict)  # of `datasets`, beside the path
@@ -55,11 +57,26 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     answer: str | None = None  # the column with right answers, for rewards
 
+    @property
+    def file(self) -> Path:
+        return self.table.file
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return self.table.rows
+
 
 def new(
     file: Annotated[Path | None, typer.Argument(help="Your rows, as .csv or .jsonl; asked otherwise.")] = None,
+    *,
     model: Annotated[str | None, typer.Option(help="Hub id or folder of a model; asked otherwise.")] = None,
     method: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; proposed and asked otherwise.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Your columns, where their names are not recognised: prompt=Question,label=Mark.")
+    ] = None,
+    values: Annotated[
+        str | None, typer.Option(help="What your marks stand for, with --columns: ok=true,no=false.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("config.yaml"),
     yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed, without questions.")] = False,
 ) -> None:
@@ -68,13 +85,14 @@ def new(
         raise UserError(f"{output} would be written over. Name another file with --output.")
     ask = _accept if yes or not _is_terminal() else _ask
     path = file or Path(ask("Which file holds your rows?", None, "FILE")).expanduser()
-    rows = _rows_of(path)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(path, _rows_of(path))
+    table.named = read_columns(columns, table.columns) if columns else {}
+    table.meanings = read_values(values, table.named) if values else {}
     if method not in ("grpo", "sft"):  # whose user has chosen to read no preferences
-        feedback.refuse_preference(path, columns, rows)
+        feedback.refuse_preference(table)
     if method is None:
-        proposed, why = propose(columns, rows, path)
-        print(f"{path}: columns {', '.join(columns)}; {why}")
+        proposed, why = propose(table)
+        print(f"{path}: columns {', '.join(table.columns)}; {why}")
         method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
     if method not in KINDS:
         from upweight.config.peers import method_advice
@@ -84,34 +102,36 @@ def new(
     from upweight.cli.starter.init import MODEL
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
-    plan = Plan(path, rows, method, model)
-    _map_columns(plan, columns)
-    plan.notes += _unread_notes(plan, columns)
+    plan = Plan(table, method, model)
+    _map_columns(plan)
+    plan.notes += _unread_notes(plan)
     _fit_model(plan, output)
     _write(plan, output)
 
 
-def propose(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], file: Path) -> tuple[str, str]:
+def propose(table: Table) -> tuple[str, str]:
     """Return the method that learns from rows with these columns, and why."""
-    pairs, labelled = guess_columns("pairs", columns), guess_columns("labelled", columns)
-    if {"chosen", "rejected"} <= pairs.keys():
+    columns, rows, named = table.columns, table.rows, table.named
+    pairs, labelled = table.roles("pairs"), table.roles("labelled")
+    if {"chosen", "rejected"} <= pairs.keys() and not {"completion", "label"} & named.keys():
         return "dpo", f"'{pairs['chosen']}' and '{pairs['rejected']}' look like a better and a worse answer: dpo"
     if {"completion", "label"} <= labelled.keys() and all(
         feedback.is_label(row.get(labelled["label"])) for row in rows
     ):
         return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
-    reads_text = not misses_columns("text", columns) or len(guess_columns("text", columns)) == 2
-    if (reads_text or "completion" in labelled) and (marked := feedback.labels_in_words(columns, rows)) is not None:
-        problem = feedback.label_problem(file, *marked, columns)
+    reads_text = not misses_columns("text", columns) or len(table.roles("text")) == 2
+    if (reads_text or "completion" in labelled) and (marked := feedback.labels_in_words(table)) is not None:
+        problem = feedback.label_problem(table, *marked)
         also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
         raise UserError(f"{problem}{also}")
     if reads_text:
         why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
-        return "sft", why + feedback.second_answer_advice(columns, rows)
-    if "prompt" in guess_columns("prompts", columns):
+        return "sft", why + feedback.second_answer_advice(table)
+    if "prompt" in table.roles("prompts"):
         return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
     known = "prompt with chosen and rejected, completion and label, completion, or messages"
-    raise UserError(f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats).")
+    problem = f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats)"
+    raise UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")
 
 
 def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
@@ -122,55 +142,67 @@ def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
     if not file.is_file():
         beside = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UserError(f"{file}: there is no such file.{did_you_mean(file.name, beside)}")
-    rows = open_entry(DatasetSpec(path=str(file.resolve())), "datasets[0]", Path.cwd()).rows()
-    return rows.take(0, min(LOOKED_AT, len(rows)))
+    with explain_export(file):
+        rows = open_entry(DatasetSpec(path=str(file.resolve())), "datasets[0]", Path.cwd()).rows()
+        return rows.take(0, min(LOOKED_AT, len(rows)))
 
 
-def _map_columns(plan: Plan, columns: Sequence[str]) -> None:
+def _map_columns(plan: Plan) -> None:
     """Add to the entry how its columns are read."""
-    import yaml
-
-    kind = KINDS[plan.method]
-    guessed = guess_columns(kind, columns)
+    kind, table = KINDS[plan.method], plan.table
+    columns, column_of = table.columns, table.roles(kind)
     if kind == "labelled":
-        feedback.refuse_labels(plan.file, columns, plan.rows)
-    plan.answer = guess_columns("text", columns).get("output") if plan.method == "grpo" else None
+        feedback.refuse_labels(table)
+    plan.answer = table.roles("text").get("output") if plan.method == "grpo" else None
+    _refuse_unused(plan)
     if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
         plan.entry["type"] = "completion"  # raw text
-    elif misses_columns(kind, columns) or (kind == "pairs" and "prompt" not in columns and "prompt" in guessed):
-        mapping = type_mapping(kind, columns)
-        if mapping is None:
-            pairing = feedback.pairing_advice(plan.file, columns, plan.rows) if kind == "pairs" else None
-            remedy = f"{pairing[0].upper()}{pairing[1:]}" if pairing else _missing_remedy(kind, guessed)
-            known = [f"{role} is {guessed[role]!r}" for role in ROLES[kind] if role in guessed]
-            gone = " and no ".join(role for role in ROLES[kind] if role not in guessed)
-            problem = f"{plan.method} needs {', '.join(ROLES[kind])}; {', '.join([*known, f'no {gone} is recognised'])}"
-            raise UserError(f"{plan.file}: {problem} among {', '.join(columns)}. {remedy}")
-        plan.entry |= yaml.safe_load(mapping)
-        plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in guessed.items())}")
+    if (
+        table.named
+        or misses_columns(kind, columns)
+        or (kind == "pairs" and "prompt" not in columns and "prompt" in column_of)
+    ):
+        if len(column_of) < len(ROLES[kind]):
+            raise UserError(_missing_problem(plan, column_of))
+        plan.entry["type"] = {f"field_{role}": name for role, name in column_of.items()}
+        plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}")
 
 
-def _missing_remedy(kind: str, guessed: Mapping[str, str]) -> str:
-    """Return what to do where a role has no column: rename one, or name it in a config."""
-    gone = [role for role in ROLES[kind] if role not in guessed]
-    fields = ", ".join(f"field_{role}: {guessed.get(role, '...')}" for role in ROLES[kind])
+def _refuse_unused(plan: Plan) -> None:
+    """Raise a UserError for roles and values that the method does not read."""
+    read = {ALIASES.get(role, role) for role in ROLES[KINDS[plan.method]]} | ({"completion"} if plan.answer else set())
+    if unused := [role for role in plan.table.named if role not in read]:
+        raise UserError(f"--columns {unused[0]}=...: {plan.method} reads {', '.join(sorted(read))}. Leave it out.")
+    if plan.table.meanings:
+        raise UserError(f"--values: {plan.method} reads the values of this file as they are. Leave it out.")
+
+
+def _missing_problem(plan: Plan, column_of: Mapping[str, str]) -> str:
+    """Return which roles have no column, and what to do."""
+    table, kind = plan.table, KINDS[plan.method]
+    pairing = feedback.pairing_advice(table) if kind == "pairs" else None
+    gone = [role for role in ROLES[kind] if role not in column_of]
     rename = f"Name the column that holds it {gone[0]!r}" if len(gone) == 1 else f"Name their columns {', '.join(gone)}"
-    return f"{rename}, or write a config whose entry has `type: {{{fields}}}` (upweight docs formats)."
+    remedy = f"{pairing[0].upper()}{pairing[1:]}" if pairing else f"{rename}, or say which: {table.ask_for(kind)}"
+    known = [f"{role} is {column_of[role]!r}" for role in ROLES[kind] if role in column_of]
+    missing = ", ".join([*known, f"no {' and no '.join(gone)} is recognised"])
+    needs = f"{plan.method} needs {', '.join(ROLES[kind])}"
+    return f"{plan.file}: {needs}; {missing} among {', '.join(table.columns)}. {remedy}"
 
 
-def _unread_notes(plan: Plan, columns: Sequence[str]) -> list[str]:
+def _unread_notes(plan: Plan) -> list[str]:
     """Return which columns the method does not read, and what ratings are good for."""
     if plan.method == "grpo":  # whose rewards get every column
         return []
     form = plan.entry.get("type")
     read = {*form.values(), "system", "input", "margin"} if isinstance(form, dict) else READ
-    unread = [name for name in columns if name not in read]
+    unread = [name for name in plan.table.columns if name not in read]
     notes = [f"not read by {plan.method}: {', '.join(unread)}"] if unread else []
     if plan.method != "sft":
         return notes
-    ratings = [name for name in unread if feedback.is_rating(name, plan.rows)]
+    ratings = [name for name in unread if feedback.is_rating(name, plan.table)]
     notes += [feedback.rating_advice(name) for name in ratings[:1]]
-    if (marked := feedback.labels_in_words(columns, plan.rows)) is not None:
+    if (marked := feedback.labels_in_words(plan.table)) is not None:
         notes.append(f"all rows are trained on, whatever {marked[0]!r} holds: {', '.join(map(repr, marked[1]))}")
     return notes
 
@@ -217,7 +249,7 @@ def _guess_chat(plan: Plan) -> None:
 
 
 def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
-    """Return the tokens of the longest row as training reads it; a row that it cannot read is noted."""
+    """Return the tokens of the longest row as training reads it; rows that it cannot read are noted by cause."""
     from upweight.config import parse_config
     from upweight.config.view import view
     from upweight.data.encode import build_encoder
@@ -227,14 +259,22 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
     config = parse_config(_content(plan), folder=output.resolve().parent)
     method = config.method
     encode = build_encoder(config.data, method, config.data.datasets[0], 0, tokenizer, view(config), config.folder)
-    lengths, unread = [0], []
+    lengths: list[int] = [0]
+    unread: dict[str, list[int]] = {}  # numbers of rows by cause
     for number, row in enumerate(plan.rows):
         try:
             lengths += [lengths_of(record.columns, method)[2] for record in encode(row)]
         except RowError as error:
-            unread.append(f"row {number}: {error}")
+            unread.setdefault(str(error), []).append(number)
     if unread:
-        plan.notes.append(f"rows: {len(unread)} of {len(plan.rows)} cannot be read, as {unread[0]}")
+        causes = [f"{error} ({len(numbers)}, first row {numbers[0]})" for error, numbers in unread.items()]
+        count = sum(map(len, unread.values()))
+        more = f" and {len(causes) - CAUSES} other causes" if len(causes) > CAUSES else ""
+        problem = f"{count} of {len(plan.rows)} rows cannot be read: {'; '.join(causes[:CAUSES])}{more}"
+        if count == len(plan.rows):
+            remedy = f"If other columns are meant: {plan.table.ask_for(KINDS[plan.method])}"
+            raise UserError(f"{plan.file}: {problem}. {remedy}")
+        plan.notes.append(f"rows: {problem}")
     return max(lengths)
 
 

@@ -1,0 +1,184 @@
+"""Files whose columns have names of their own are read as their user says, and no line that is printed guesses."""
+
+import csv
+import re
+import runpy
+import shlex
+
+import pytest
+import yaml
+
+from made_runs import write_model
+from upweight.cli.starter.new import new
+from upweight.errors import UserError
+
+WINNERS = """ticket_id;ticket_text;reply_a;reply_b;winner
+T-1;How do I pay?;By card.;No idea.;a
+T-2;Where is it?;No idea.;At the door.;b
+T-3;Who are you?;Me, myself.;You, yourself.;tie
+T-4;What is it?;It is this.;;a
+"""
+PAIRS = [
+    {"prompt": "How do I pay?", "chosen": "By card.", "rejected": "No idea."},
+    {"prompt": "Where is it?", "chosen": "At the door.", "rejected": "No idea."},
+]
+COMPARED = WINNERS.replace("ticket_id;ticket_text;reply_a;reply_b;winner", "Nr;Frage;Antwort 1;Antwort 2;Besser")
+LABELS = """Frage;Antwort;Bewertung
+How do I pay?;By card.;gut
+Where is it?;No idea.;schlecht
+Who are you?;I am me.;neutral
+What is it?;It is this.;
+How much is it?;Ten a day.;gut
+"""
+RATINGS = "Question;Answer;Rating\nHow so?;Like so.;1\nWhy so?;Because so.;\nHow so?;Not so.;5\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("columns") / "model"))
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch, model):
+    """Returns the error about a file, or None; the config is beside it."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(file, text=None, **options):
+        if text is not None:
+            (tmp_path / file).write_text(text, encoding=options.pop("encoding", "utf-8"))
+        (tmp_path / "config.yaml").unlink(missing_ok=True)
+        try:
+            new(tmp_path / file, model=model, yes=True, **options)
+        except UserError as error:
+            assert not (tmp_path / "config.yaml").exists()
+            return str(error)
+        return None
+
+    return run
+
+
+def made_by(problem, go, folder):
+    """Runs the lines of Python in a message, then `new` on what they write; returns the rows and the config."""
+    lines = re.findall(r"^    (.*)$", problem, re.MULTILINE)
+    (folder / "recipe.py").write_text("\n".join(lines))
+    runpy.run_path(str(folder / "recipe.py"))
+    written = re.search(r"Then: upweight new (\S+)", problem)[1]
+    assert go(written) is None
+    with (folder / written).open(newline="") as opened:
+        return list(csv.DictReader(opened)), yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def asked(problem, option):
+    """Returns what a message proposes for an option."""
+    words = shlex.split(re.search(r"`(upweight new [^`]*)`", problem)[1])
+    return words[words.index(option) + 1]
+
+
+@pytest.mark.parametrize("names", ["ticket_text", "ticket"])
+@pytest.mark.parametrize("marks", [("a", "b"), ("reply_a", "reply_b"), ("A", "reply_b"), ("left", "right")])
+def test_the_winner_names_the_answers_and_the_text_that_is_left_is_the_prompt(go, tmp_path, names, marks):
+    text = WINNERS.replace("ticket_text", names).replace(";a\n", f";{marks[0]}\n").replace(";b\n", f";{marks[1]}\n")
+    problem = go("mine.csv", text)
+    assert "'winner' says which of 'reply_a' and 'reply_b' is better" in problem
+    rows, config = made_by(problem, go, tmp_path)
+    assert rows == PAIRS
+    assert config["rl"] == "dpo"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        WINNERS.replace("T-1", "a note").replace("ticket_id", "comment"),  # two texts may be the prompt
+        WINNERS.replace("ticket_id", "reply_c").replace("T-4;", "T-4 is it;"),  # three answers
+    ],
+)
+def test_columns_that_are_not_sure_are_asked_for_and_no_python_is_printed(go, tmp_path, text):
+    problem = go("mine.csv", text)
+    assert "import pandas" not in problem
+    assert "answer_a=" in asked(problem, "--columns")
+    named = "prompt=ticket_text,answer_a=reply_a,answer_b=reply_b,winner=winner"
+    assert made_by(go("mine.csv", text, columns=named), go, tmp_path)[0] == PAIRS
+
+
+def test_marks_of_a_winner_that_say_nothing_are_asked_for(go, tmp_path):
+    text = WINNERS.replace(";a\n", ";gpt\n").replace(";b\n", ";llama\n")
+    problem = go("mine.csv", text)
+    assert "import pandas" not in problem
+    assert asked(problem, "--values") == "gpt=?,llama=?,tie=?"
+    named = asked(problem, "--columns")
+    problem = go("mine.csv", text, columns=named, values="gpt=answer_a,llama=answer_b")
+    assert made_by(problem, go, tmp_path)[0] == PAIRS
+
+
+def test_answers_with_names_in_another_language_become_pairs(go, tmp_path):
+    text = COMPARED.replace(";a\n", ";1\n").replace(";b\n", ";2\n")
+    named = asked(go("mine.csv", text), "--columns")
+    assert named == "prompt=Frage,answer_a=Antwort 1,answer_b=Antwort 2,winner=Besser"
+    assert made_by(go("mine.csv", text, columns=named), go, tmp_path)[0] == PAIRS
+
+
+@pytest.mark.parametrize("method", [None, "kto"])
+def test_labels_with_names_in_another_language_become_true_and_false(go, tmp_path, method):
+    named = asked(go("mine.csv", LABELS, method=method), "--columns")
+    assert named == "prompt=Frage,completion=Antwort,label=Bewertung"
+    problem = go("mine.csv", LABELS, method=method, columns=named)
+    assert "import pandas" not in problem
+    assert asked(problem, "--values") == "gut=?,schlecht=?,neutral=?"
+    problem = go("mine.csv", LABELS, method=method, columns=named, values="gut=true,schlecht=false")
+    assert "# left out: 'neutral', no mark" in problem
+    assert "# true for good rows; false for 'schlecht'" in problem
+    rows, config = made_by(problem, go, tmp_path)
+    assert [row["label"] for row in rows] == ["True", "False", "True"]
+    assert rows[0] == {"prompt": "How do I pay?", "completion": "By card.", "label": "True"}
+    assert config["rl"] == "kto"
+
+
+def test_named_columns_are_mapped_in_the_config(go, tmp_path):
+    assert go("mine.csv", LABELS, columns="prompt=Frage,completion=Antwort") is None
+    (entry,) = yaml.safe_load((tmp_path / "config.yaml").read_text())["datasets"]
+    assert entry["type"] == {"field_instruction": "Frage", "field_output": "Antwort"}
+    assert go("mine.csv", LABELS.replace("gut", "true").replace("schlecht", "false").replace("neutral", "true").replace(
+        "this.;\n", "this.;false\n"), columns="prompt=Frage,completion=Antwort,label=Bewertung") is None  # fmt: skip
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "kto"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"columns": "promt=Frage"}, "--columns promt=...: no role. Roles are prompt, completion"),
+        ({"columns": "prompt=Fragen"}, "--columns prompt=Fragen: no such column. There are Frage, Antwort, Bewertung"),
+        ({"columns": "prompt=Frage,completion=Frage"}, "a column has two roles"),
+        ({"columns": "Frage"}, "expected NAME=NAME"),
+        (
+            {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "method": "sft"},
+            "sft reads completion, prompt",
+        ),
+        ({"columns": "prompt=Frage,completion=Antwort", "values": "gut=true"}, "--values: sft reads"),
+        ({"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "gut=yes"}, "expected true or false"),
+        (
+            {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "ok=true"},
+            "'Bewertung' holds 'gut'",
+        ),
+    ],
+)
+def test_what_columns_and_values_cannot_be(go, options, problem):
+    assert problem in go("mine.csv", LABELS, **options)
+
+
+def test_ratings_may_have_gaps(go, tmp_path, caplog):
+    caplog.set_level("INFO")
+    assert go("mine.csv", RATINGS) is None
+    line = re.search(r"`(def good[^`]*)`", caplog.text)[1]
+    mine = {}
+    exec(line, mine)
+    assert [mine["good"]({"Rating": value}) for value in ("5", "1", "", None)] == [True, False, False, False]
+    rows, _ = made_by(go("mine.csv", RATINGS, method="dpo"), go, tmp_path)
+    assert rows == [{"prompt": "How so?", "chosen": "Not so.", "rejected": "Like so."}]
+
+
+def test_files_of_excel_are_answered_with_the_way_out(go, tmp_path):
+    umlauts = LABELS.replace("By card", "Schön")
+    assert "iconv -f cp1252 -t utf-8" in go("mine.csv", umlauts, encoding="cp1252")
+    assert "iconv -f utf-16 -t utf-8" in go("mine.csv", umlauts, encoding="utf-16")
+    assert "`tail -n +2" in go("mine.csv", f"sep=;\n{umlauts}")
+    assert "is a workbook" in go("mine.xlsx", "PK")
