@@ -11,7 +11,7 @@ import upweight
 from upweight import types
 from upweight.methods.base import Method
 from upweight.settings import setting
-from upweight.train.api import script_arguments
+from upweight.train.api import script_arguments, script_datasets
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.fields import help_of
 from upweight.train.api.grpo_config import RolloutArguments
@@ -19,6 +19,7 @@ from upweight.train.trainer import MethodTrainer
 
 METHODS = ("train", "evaluate", "save_model", "create_model_card")  # of every trainer, beside those of transformers
 SHAPES = (types.Batch, types.Outputs, types.Loss, types.Mean, types.Extreme, types.Completion, types.Sampling)
+SCRIPTS = (script_arguments.__name__, script_datasets.__name__)
 FROM_TRANSFORMERS = {argument.name for argument in dataclasses.fields(TrainingArguments)}
 
 
@@ -26,7 +27,7 @@ def api() -> str:
     """Return what is made of the page: trainers, configs, functions of datasets, and shapes for users' methods."""
     public = {name: getattr(upweight, name) for name in upweight.__all__}
     trainers = {name: one for name, one in public.items() if name.endswith("Trainer")}
-    scripts = {name: one for name, one in public.items() if one.__module__ == script_arguments.__name__}
+    scripts = {name: one for name, one in public.items() if one.__module__ in SCRIPTS}
     lines = ["", "## Trainers", "", "Every trainer has these methods, and those of `transformers.Trainer`.", ""]
     lines += _members(MethodTrainer, METHODS)
     for name, trainer in trainers.items():

@@ -26,6 +26,18 @@ def test_a_loss_that_stays_high_ends_the_run(tmp_path):
         log(loss=4.0)
 
 
+def test_a_run_that_its_loss_ended_says_what_is_left_of_it(tmp_path):
+    (limit,) = callbacks_of(CallbackSection(loss_limit=2.0, loss_limit_patience=1), tmp_path)
+    logs = {"loss": 3.0}
+    limit.metrics(TrainerState(global_step=12), logs)
+    with pytest.raises(UserError, match=r"^stopped at step 12: .* No model was saved, and there is no checkpoint"):
+        limit.on_log(None, TrainerState(global_step=12), None, logs=logs)
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"No model was saved; the last checkpoint is {tmp_path / 'checkpoint-10'}. "):
+        limit.on_log(None, TrainerState(global_step=12), None, logs=logs)
+
+
 def test_nothing_is_called_for_keys_that_are_not_set(tmp_path):
     assert not [*callbacks_of(CallbackSection(), tmp_path)]
 

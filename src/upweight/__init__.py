@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from upweight.train.api.script_datasets import DatasetMixtureConfig, get_dataset
     from upweight.train.api.trainers import (
         CPOTrainer,
         DPOTrainer,
@@ -50,13 +51,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "GKDConfig",
-    "GKDTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "ModelConfig", "ORPOConfig", "ORPOTrainer",
-    "PRMConfig", "PRMTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig",
-    "SFTTrainer", "ScriptArguments", "TrlParser", "apply_chat_template", "extract_prompt", "get_kbit_device_map",
-    "get_peft_config", "get_quantization_config", "is_conversational", "is_conversational_from_value",
-    "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt", "maybe_unpair_preference_dataset",
-    "pack_dataset", "truncate_dataset", "unpair_preference_dataset",
+    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DatasetMixtureConfig", "DistillationConfig",
+    "DistillationTrainer", "GKDConfig", "GKDTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
+    "ModelConfig", "ORPOConfig", "ORPOTrainer", "PRMConfig", "PRMTrainer", "RLOOConfig", "RLOOTrainer",
+    "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer", "ScriptArguments", "TrlParser", "apply_chat_template",
+    "extract_prompt", "get_dataset", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
+    "is_conversational", "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml",
+    "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset",
+    "unpair_preference_dataset",
 ]  # fmt: skip
 _ROLLOUTS = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
 _SCRIPTS = (
@@ -65,8 +67,6 @@ _SCRIPTS = (
 # Names of TRL, of today and of earlier versions, that are not here, by what to use in place of them.
 _NOT_HERE = {
     "write a dataclass with the fields that the script reads": ("DPOScriptArguments", "SFTScriptArguments"),
-    "mix rows with `datasets.interleave_datasets`, or by `weight` and `mix` in YAML": ("DatasetMixtureConfig",),
-    "load rows with `datasets.load_dataset`": ("get_dataset",),
     "PPO's value model is not here; GRPOTrainer and RLOOTrainer learn from the same rewards without one": (
         "PPOConfig", "PPOTrainer", "PPOv2Config", "PPOv2Trainer", "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",
@@ -95,6 +95,7 @@ _NOT_HERE = {
     ),
 }  # fmt: skip
 _INSTEAD = {name: text for text, names in _NOT_HERE.items() for name in names}
+_SCRIPT_DATASETS = ("DatasetMixtureConfig", "get_dataset")
 _DISTILLS = ("DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrainer")
 
 
@@ -112,6 +113,8 @@ def __getattr__(name: str) -> Any:
     # Only the modules that the name needs: each config is a class of 150 fields, which takes time to build.
     if name in _SCRIPTS:
         modules = ("train.api.script_arguments",)
+    elif name in _SCRIPT_DATASETS:
+        modules = ("train.api.script_datasets",)
     elif name[0].islower():
         modules = ("data.trl_functions",)
     elif name in _ROLLOUTS:

@@ -38,7 +38,7 @@ def callbacks_of(section: CallbackSection, folder: Path) -> Iterator[Any]:
     if section.save_first_step:
         yield SaveFirstStep()
     if section.loss_limit is not None:
-        yield LossLimit(section.loss_limit, section.loss_limit_patience)
+        yield LossLimit(section.loss_limit, section.loss_limit_patience, folder)
     if section.profiler_steps is not None:
         yield Profiler(folder, section.profiler_steps, section.profiler_start)
 
@@ -53,8 +53,8 @@ class SaveFirstStep:
 class LossLimit:
     """Stops the run when the logged loss stays above a limit."""
 
-    def __init__(self, limit: float, patience: int) -> None:
-        self.limit, self.patience, self.above = limit, patience, 0
+    def __init__(self, limit: float, patience: int, folder: Path) -> None:
+        self.limit, self.patience, self.folder, self.above = limit, patience, folder, 0
 
     def metrics(self, state: Any, logs: Mapping[str, float]) -> dict[str, float]:
         if "loss" not in logs:
@@ -65,8 +65,17 @@ class LossLimit:
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.above >= self.patience:
             now = f"in {self.above} logs in a row, now {kwargs['logs']['loss']:.4g}"
-            problem = f"step {state.global_step}: the loss was above loss_watchdog_threshold ({self.limit:g}) {now}"
-            raise UserError(f"{problem}. Lower 'learning_rate' or raise the threshold.")
+            step = f"stopped at step {state.global_step}"
+            problem = f"{step}: the loss was above loss_watchdog_threshold ({self.limit:g}) {now}"
+            raise UserError(f"{problem}. {self._what_is_left()} Lower 'learning_rate' or raise the threshold.")
+
+    def _what_is_left(self) -> str:
+        """Return a sentence about what the run leaves: its model is saved at the end only."""
+        there = [path for path in self.folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+        newest = max(there, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+        if newest is None:
+            return "No model was saved, and there is no checkpoint."
+        return f"No model was saved; the last checkpoint is {newest}."
 
 
 class Profiler:

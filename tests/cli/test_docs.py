@@ -35,6 +35,22 @@ def test_a_page_that_is_not_there():
         docs.docs(search="xyzzy")
 
 
+def test_a_word_that_is_no_page_is_searched_for():
+    lines = printed("truncated").splitlines()
+    assert lines[0] == "no page is called 'truncated'; these lines hold it:"
+    assert lines[1].startswith("troubleshooting (")
+    assert "trl.max_completion_length" in lines[1]
+    with pytest.raises(UserError, match=r"no page 'xyzzy'.*`upweight docs --search WORDS` searches them all"):
+        docs.docs("xyzzy")
+
+
+def test_words_are_searched_in_any_order_and_remedies_come_first():
+    assert "answers are cut (*truncated*)" in printed("--search", "cut off").splitlines()[0]
+    pages = [line.split(" (")[0] for line in printed("--search", "rate learning").splitlines()]
+    assert pages[0] == "troubleshooting"
+    assert pages.index("sft") < pages.index("api") < pages.index("peers")
+
+
 def test_the_pages_of_a_wheel_come_first(tmp_path, monkeypatch):
     (tmp_path / "index.md").write_text("# Mine\n")
     monkeypatch.setattr(docs, "PLACES", (tmp_path, *docs.PLACES))

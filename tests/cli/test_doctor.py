@@ -38,6 +38,15 @@ def test_a_run_as_json(tmp_path):
     assert "trl.beta" in sick["remedy"]
 
 
+def test_a_folder_with_a_config_that_is_no_run_names_its_runs(tmp_path):
+    (tmp_path / "config.yaml").write_text("rl: sft\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    said = str(CliRunner().invoke(app, ["doctor", str(tmp_path)]).exception)
+    assert "neither a config nor the folder of a run" in said
+    assert f"Here are: {tmp_path / 'out'}. To check the config: `upweight doctor {tmp_path / 'config.yaml'}`." in said
+
+
 def test_nothing_there_is_said(tmp_path):
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert "neither a config nor the folder of a run" in str(done.exception)

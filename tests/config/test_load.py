@@ -178,6 +178,11 @@ def test_older_spellings_are_mapped_and_noted():
     ]
 
 
+def test_a_value_of_another_trainer_is_named_as_it_was_written():
+    (notice,) = parse({"gradient_checkpointing": "unsloth"}, fragment=True).notices
+    assert notice == "gradient_checkpointing: 'unsloth' is called 'activation_offloading: true' here"
+
+
 def test_a_name_of_another_trainer_is_not_called_old():
     config = parse({"optim": "sgd", "evaluation_strategy": "no"}, fragment=True)
     assert config.optim.optimizer == "sgd"

@@ -78,6 +78,10 @@ def test_a_model_that_is_too_large_is_told_before_it_is_loaded(tmp_path):
     checked = found(write_online(tmp_path, large))["memory"]
     assert checked.level == "alarm"
     assert "will not fit" in checked.says
+    assert "'adapter: lora'; 'adapter: qlora' with" in checked.remedy
+    lean = found(write_online(tmp_path, large), "adapter=lora", "memory=lean")["memory"].remedy
+    assert "'adapter: qlora'" in lean
+    assert not [key for key in ("'adapter: lora'", "'memory: lean'") if key in lean]
     assert "upweight fits CONFIG" in checked.remedy
 
 

@@ -111,7 +111,7 @@ def test_a_new_padding_token_gets_a_row_and_is_named(folder, caplog):
     grown.add_special_tokens({"pad_token": "<pad>"})
     model = load_model(ModelSection(base_model=folder), torch.float32, tokenizer=grown)
     assert model.config.pad_token_id == grown.pad_token_id == VOCABULARY
-    assert "for the 1 tokens that the model does not know: '<pad>'" in caplog.text
+    assert "for the token that the model does not know: '<pad>'" in caplog.text
     assert model(input_ids=torch.tensor([[VOCABULARY]])).logits.shape[-1] == VOCABULARY + 1
 
 

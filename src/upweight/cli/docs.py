@@ -1,6 +1,7 @@
 """`upweight docs`: the documentation in the terminal, which a wheel holds too."""
 
 import pydoc
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +13,28 @@ from upweight.errors import UserError, did_you_mean
 PACKAGE = Path(__file__).parents[1]
 # In a wheel the pages lie in the package (pyproject.toml puts them there), in a checkout beside `src`.
 PLACES = (PACKAGE / "documentation", PACKAGE.parents[1] / "docs")
+FIRST = "troubleshooting"  # in a search, which is most often for a remedy
+LAST = ("api", "config", "design", "differences", "peers", "results")  # long lists, and what few look for
 
 
 def docs(
-    page: Annotated[str | None, typer.Argument(help="Name of a page; default: list the pages.")] = None,
-    search: Annotated[str | None, typer.Option("--search", help="Print the lines that hold this text.")] = None,
+    page: Annotated[
+        str | None, typer.Argument(help="Name of a page, or a word to search for; default: list the pages.")
+    ] = None,
+    search: Annotated[str | None, typer.Option("--search", help="Print the lines that hold these words.")] = None,
 ) -> None:
     """Print a page of the documentation, list the pages, or search them."""
     pages = _pages()
     if search is not None:
-        _print_lines(pages if page is None else {page: _page(page, pages)}, search)
+        lines = _lines_with(pages if page is None else {page: _page(page, pages)}, search)
+        if not lines:
+            raise UserError(f"no page holds '{search}'. Search for less, or list the pages: upweight docs")
+        print("\n".join(lines))
     elif page is None:
         for name, file in pages.items():
             print(f"upweight docs {name:<18}{_title(file)}")
+    elif _name(page) not in pages and not did_you_mean(_name(page), pages) and (lines := _lines_with(pages, page)):
+        print(f"no page is called '{page}'; these lines hold it:", *lines, sep="\n")
     else:
         text = _page(page, pages).read_text(encoding="utf-8")
         if sys.stdout.isatty():
@@ -41,11 +51,15 @@ def _pages() -> dict[str, Path]:
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.md"))}
 
 
+def _name(page: str) -> str:
+    return page.removeprefix("docs/").removesuffix(".md")  # as other pages and messages may write it
+
+
 def _page(name: str, pages: dict[str, Path]) -> Path:
-    known = name.removeprefix("docs/").removesuffix(".md")  # as other pages and messages may write it
-    if known not in pages:
-        raise UserError(f"there is no page '{name}'.{did_you_mean(known, pages)} There are: {', '.join(pages)}.")
-    return pages[known]
+    if _name(name) not in pages:
+        there = f"There are: {', '.join(pages)}. `upweight docs --search WORDS` searches them all"
+        raise UserError(f"there is no page '{name}'.{did_you_mean(_name(name), pages)} {there}.")
+    return pages[_name(name)]
 
 
 def _title(file: Path) -> str:
@@ -53,15 +67,17 @@ def _title(file: Path) -> str:
         return next((line.strip("# \n") for line in lines if line.startswith("# ")), "")
 
 
-def _print_lines(pages: dict[str, Path], words: str) -> None:
-    """Print each line with the words, after the page and the heading that it stands under."""
-    is_in_a_page = False
-    for name, file in pages.items():
+def _lines_with(pages: dict[str, Path], text: str) -> list[str]:
+    """Return the lines that hold all words of a text, or the most where none holds all, after page and heading."""
+    words = [re.compile(r"(?<![a-z])" + re.escape(word)) for word in text.lower().split()]
+    lines: list[tuple[str, int, str]] = []  # page, how many of the words it holds, what is printed
+    for name in sorted(pages, key=lambda name: (name != FIRST, name in LAST)):
         heading = ""
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in pages[name].read_text(encoding="utf-8").splitlines():
             heading = line.strip("# ") if line.startswith("#") else heading
-            if words.lower() in line.lower():
-                is_in_a_page = True
-                print(f"{name} ({heading}): {line.strip()}")
-    if not is_in_a_page:
-        raise UserError(f"no page holds '{words}'. Search for less, or list the pages: upweight docs")
+            held = sum(word.search(line.lower()) is not None for word in words)
+            lines.append((name, held, f"{name} ({heading}): {line.strip()}"))
+    # Symptoms have many names: of the first page the nearest lines are of use, though other pages have every word.
+    nearest = max((held for name, held, _ in lines if name == FIRST), default=0)
+    most = max((held for _, held, _ in lines), default=0)
+    return [line for name, held, line in lines if held and held == (nearest if name == FIRST else most)]

@@ -185,8 +185,8 @@ def _rename_attention(content: dict[Any, Any], findings: Findings) -> None:
 
 def _rename_checkpointing(content: dict[Any, Any], findings: Findings) -> None:
     """Rename the offloading values of other trainers to `activation_offloading: true`."""
-    if content.get("gradient_checkpointing") in ("offload", "offload_disk", "unsloth"):
-        findings.notices.append("gradient_checkpointing: offloading is now called 'activation_offloading: true'")
+    if (value := content.get("gradient_checkpointing")) in ("offload", "offload_disk", "unsloth"):
+        findings.notices.append(f"gradient_checkpointing: {value!r} is called 'activation_offloading: true' here")
         content["gradient_checkpointing"] = content["activation_offloading"] = True
     if content.get("activation_offloading") in ("legacy", "disk", "hidden_states"):
         findings.notices.append("activation_offloading: activations go to host memory: use 'true'")

@@ -19,7 +19,7 @@ from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.models.load import load_failures, load_model_config
 from upweight.models.memory import GIB, LESS_MEMORY, Memory
-from upweight.models.memory_plan import plan_memory
+from upweight.models.memory_plan import plan_memory, trained_weights
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
@@ -83,7 +83,18 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     if plan.fits:
         yield Finding("ok", "memory", plan.line(), evidence=evidence)
     else:
-        yield Finding("alarm", "memory", f"{plan.line()}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
+        yield Finding(
+            "alarm", "memory", f"{plan.line()}: it will not fit", f"in this order: {_remedies(state.config)}", evidence
+        )
+
+
+def _remedies(config: Config) -> str:
+    """Return what needs less memory, the cheapest first, without what the config has already."""
+    trained = trained_weights(config)
+    there = {"'adapter: lora'": trained != "all", "'adapter: qlora'": trained == "qlora"}
+    there["'memory: lean'"] = config.optim.memory == "lean"
+    rest = [one for one in LESS_MEMORY.split("; ") if not any(is_set and key in one for key, is_set in there.items())]
+    return "; ".join(rest)
 
 
 def _data(state: CheckState) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Checks a run folder: how the run ended, and what the health rules report about its metrics."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
-from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, read_json, this_machine
+from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, no_run_in, read_json, this_machine
 from upweight.runs.health import Waiting, too_early, verdicts
 from upweight.runs.report.run import folders_of, run_status
 
@@ -28,8 +29,9 @@ def check_run(folder: Path) -> list[Finding]:
     stages = folders_of(folder)
     if stages != [folder]:
         return [replace(item, what=f"{stage.name}: {item.what}") for stage in stages for item in check_run(stage)]
-    if not any((folder / name).is_file() for name in (CONFIG, METRICS, RECORD)):
-        raise UserError(f"{folder}: neither a config nor the folder of a run, which holds {CONFIG} and {METRICS}.")
+    is_stage = re.fullmatch(r"stage-\d+-.+", folder.name) is not None  # has its config before it begins
+    if not any((folder / name).is_file() for name in (METRICS, RECORD, *((CONFIG,) if is_stage else ()))):
+        raise UserError(no_run_in(folder))
     rows, record = metrics_of(folder), read_json(folder / RECORD)
     state = run_status(record, there=True, logged=True)["state"]
     checkpoints = [

@@ -261,7 +261,8 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     rows = f"{embedding.num_embeddings} rows instead of {before}"
     added = [repr(token) for token in tokenizer.convert_ids_to_tokens(list(range(before, len(tokenizer))))]
     named = ", ".join(added[:MOST_NAMED]) + (", ..." if len(added) > MOST_NAMED else "")
-    logger.info("embeddings: %s, for the %d tokens that the model does not know: %s", rows, len(added), named)
+    count = "the token" if len(added) == 1 else f"the {len(added)} tokens"
+    logger.info("embeddings: %s, for %s that the model does not know: %s", rows, count, named)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -33,15 +33,30 @@ def unwritable_reason(folder: Path) -> str | None:
 def no_such_run(path: Path, what: str = "run") -> str:
     """Return the message about a folder that is not there, with the names of runs and models near it."""
     above = path.parent if path.parent.is_dir() else Path()
-    there = islice((folder for pattern in ("*", "*/*") for folder in sorted(above.glob(pattern))), MOST_LOOKED_AT)
-    names = [str(folder) for folder in there if any((folder / mark).is_file() for mark in RUN_OR_MODEL)]
+    names = _known_folders(above, RUN_OR_MODEL)
     near = closest(path.name, (Path(name).name for name in names)) or closest(str(path), names)
     near = next((name for name in names if near in (name, Path(name).name)), None) if near else None
-    listed = ", ".join(names[:MOST_LISTED]) + (", ..." if len(names) > MOST_LISTED else "")
-    known = (
-        f" Here are: {listed}." if names else " There is none here; a run's folder is the `output_dir` of its config."
-    )
-    return f"{path}: there is no such {what}.{f' Did you mean {near!r}?' if near else ''}{known}"
+    return f"{path}: there is no such {what}.{f' Did you mean {near!r}?' if near else ''} {_listed(names)}"
+
+
+def no_run_in(folder: Path) -> str:
+    """Return the message about a folder that no run has written into, with the runs in it and how to check a config."""
+    check = f" To check the config: `upweight doctor {folder / CONFIG}`." if (folder / CONFIG).is_file() else ""
+    runs = _listed(_known_folders(folder, (METRICS, RECORD)))
+    return f"{folder}: neither a config nor the folder of a run, which holds {RECORD} and {METRICS}. {runs}{check}"
+
+
+def _known_folders(above: Path, marks: tuple[str, ...]) -> list[str]:
+    """Return the folders below one that hold a file of these names."""
+    there = islice((folder for pattern in ("*", "*/*") for folder in sorted(above.glob(pattern))), MOST_LOOKED_AT)
+    return [str(folder) for folder in there if any((folder / mark).is_file() for mark in marks)]
+
+
+def _listed(names: list[str]) -> str:
+    """Return a sentence with the names of runs, or about where runs are."""
+    if not names:
+        return "There is none here; a run's folder is the `output_dir` of its config."
+    return f"Here are: {', '.join(names[:MOST_LISTED])}{', ...' if len(names) > MOST_LISTED else ''}."
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,20 @@ from upweight import (
 )
 from upweight.errors import UserError
 
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("trust_remote_code", r"read `training_args\.trust_remote_code`"),
+        ("torch_dtype", "called `dtype` now"),
+        ("xyzzy", r"'ModelConfig' object has no attribute 'xyzzy'$"),
+    ],
+)
+def test_attributes_of_older_scripts_say_where_they_are_now(name, answer):
+    with pytest.raises(AttributeError, match=answer):
+        getattr(ModelConfig(), name)
+
+
 # As TRL's own examples are written, but for the import.
 SCRIPT = """
 from datasets import load_dataset

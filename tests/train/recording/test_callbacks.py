@@ -140,6 +140,16 @@ def test_the_line_shows_what_matters(said):
     assert said[2:] == ["evaluation 2/10  loss 0.25"]
 
 
+def test_a_step_without_tokens_to_train_on_does_not_look_like_a_hang(said):
+    line = Progress()
+    line.on_train_begin(None, state(0), None)
+    logs = {"loss": 0.0, "tokens_per_second": 0.0}
+    line.on_log(None, state(1), None, logs=logs)
+    line.on_log(None, state(1), None, logs={**logs, "rollout/tokens_per_second": 1350.4})
+    assert said[0] == "step 1/10  loss 0  nothing to train on"
+    assert said[1] == "step 1/10  loss 0  nothing to train on, sampled 1350 tokens/s"
+
+
 def test_time_left_is_that_of_the_steps_after_the_first(monkeypatch):
     clock = iter([1000.0, 1010.0, 1030.0])  # the first step took long, and does not count
     monkeypatch.setattr("upweight.train.recording.callbacks.time.perf_counter", lambda: next(clock))

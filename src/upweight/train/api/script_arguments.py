@@ -16,6 +16,10 @@ from upweight.errors import UserError, did_you_mean
 from upweight.train.api.fields import with_help
 
 FILE_OPTION = "--config"
+MOVED = {  # attributes of ModelConfig that scripts for older TRL read
+    "trust_remote_code": "It is an argument of the trainer's config: read `training_args.trust_remote_code`.",
+    "torch_dtype": "It is called `dtype` now.",
+}
 
 
 @dataclass
@@ -57,6 +61,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise UserError("load_in_8bit, load_in_4bit: both are set. Keep one of them.")
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise with the place of an argument that has moved; Python calls this for attributes that are not there."""
+        where = f". {MOVED[name]}" if name in MOVED else ""
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{where}")
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:

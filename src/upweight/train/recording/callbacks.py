@@ -199,7 +199,7 @@ class Progress(TrainerCallback):
         if not shown or not state.is_world_process_zero or not state.max_steps:
             return
         if "tokens_per_second" in logs:
-            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._time_left(state.global_step, state.max_steps)]
+            shown += [_speed(logs), *self._time_left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
         logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
         self._draw_bar(state)
@@ -218,6 +218,14 @@ class Progress(TrainerCallback):
             return []
         pace = (time.perf_counter() - at) / (step - since)
         return [f"{duration(pace * (steps - step))} left"]
+
+
+def _speed(logs: Mapping[str, float]) -> str:
+    """Return the tokens a second; where none were trained on, which looks like a hang, those that were sampled."""
+    if logs["tokens_per_second"]:
+        return f"{logs['tokens_per_second']:.0f} tokens/s"
+    sampled = logs.get("rollout/tokens_per_second")
+    return "nothing to train on" + (f", sampled {sampled:.0f} tokens/s" if sampled else "")
 
 
 def duration(seconds: float) -> str:
