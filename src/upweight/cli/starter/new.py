@@ -170,7 +170,9 @@ def _map_columns(plan: Plan) -> None:
 
 def _refuse_unused(plan: Plan) -> None:
     """Raise a UserError for roles and values that the method does not read."""
-    read = {ALIASES.get(role, role) for role in ROLES[KINDS[plan.method]]} | ({"completion"} if plan.answer else set())
+    read = {str(ALIASES.get(role, role)) for role in ROLES[KINDS[plan.method]]} | (
+        {"completion"} if plan.answer else set()
+    )
     if unused := [role for role in plan.table.named if role not in read]:
         raise UserError(f"--columns {unused[0]}=...: {plan.method} reads {', '.join(sorted(read))}. Leave it out.")
     if plan.table.meanings:

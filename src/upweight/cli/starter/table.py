@@ -47,7 +47,7 @@ class Table:
 
     def roles(self, kind: str) -> dict[str, str]:
         """Return the column of each role of a kind of data; a role without a likely column is left out."""
-        named = {role: self.named.get(role) or self.named.get(ALIASES.get(role, role)) for role in ROLES[kind]}
+        named = {role: self.named.get(role) or self.named.get(str(ALIASES.get(role, role))) for role in ROLES[kind]}
         guessed = guess_columns(kind, [name for name in self.columns if name not in self.named.values()])
         likely = {role: named[role] or guessed.get(role) for role in ROLES[kind]}
         return {role: name for role, name in likely.items() if name}
