@@ -60,7 +60,7 @@ class KTO(WithReference, Method):
 
     @property
     def default_batch(self) -> int:
-        return KL_BATCH if self.estimates_kl else 1
+        return KL_BATCH if self.loss_type == "kto" else 1
 
     @property
     def label_weights(self) -> dict[bool, float] | None:

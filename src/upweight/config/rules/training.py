@@ -305,8 +305,8 @@ def unusual_rate(config: Config) -> Iterator[str]:
 
 
 def single_answers(config: Config) -> Iterator[str]:
-    """Warn about steps of one row for a method whose KL estimate pairs prompts with other rows' answers."""
-    if config.method.mismatched and (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) == 1:
+    """Warn about steps of one row for a method whose KL estimate pairs prompts with the answers of other rows."""
+    if config.method.default_batch > 1 and (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) == 1:
         what = "a step of one answer has no other answer to estimate the KL from, which is then 0 in every step"
         yield f"micro_batch_size: {what}; 'micro_batch_size: 8' is usual and needs no more memory (upweight docs kto)"
 
