@@ -34,9 +34,8 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.expert_lora import add_expert_adapters
 from upweight.models.kernels.fused_layers import fuse_layers
-from upweight.models.kernels.rotary import fuse_rotary
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
-from upweight.models.patches import add_adapters_in_place, end_shard_group, rope_row_lengths
+from upweight.models.patches import add_adapters_in_place, end_shard_group, fuse_rotary, rope_row_lengths
 from upweight.models.processor import ImageReader
 from upweight.types import Batch, Divergence, Outputs
 

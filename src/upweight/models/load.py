@@ -313,7 +313,7 @@ def _expert_packing(adapter: AdapterSection | None) -> AbstractContextManager[No
     """Return a context in which the experts of a mixture are quantised as they are read, where the settings ask."""
     if adapter is None or not adapter.pack_experts:
         return nullcontext()
-    from upweight.models.packed_experts import packing_experts  # which imports bitsandbytes
+    from upweight.models.adapters.packed_experts import packing_experts  # which imports bitsandbytes
 
     return packing_experts()
 

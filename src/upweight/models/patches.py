@@ -1,5 +1,7 @@
 """Patches of transformers, PEFT and accelerate; each has a test that shows when it can be removed."""
 
+import functools
+import sys
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, is_few, plain_adapter
+from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
 from upweight.models.modules import context_value, wrap_forward
 
 
@@ -92,3 +95,19 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
         out = LowRankLinear.apply(scaling, bias, x_ND, weight, down, up)
     assert isinstance(out, Tensor)
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def fuse_rotary(model: nn.Module) -> None:
+    """Rotate queries and keys in fewer launches on a GPU, by a function that is replaced in the files of its layers."""
+    for module in model.modules():
+        weight = next(module.parameters(), None)
+        if weight is not None and weight.is_cuda:
+            _fuse_in_file(type(module).__module__)
+
+
+@functools.cache
+def _fuse_in_file(name: str) -> None:
+    """Replace the function of a file, where there is one, and where the fused form gives the same."""
+    file = sys.modules[name]
+    if (stock := getattr(file, NAME, None)) is not None and same_rotation(stock, fused := fused_form(stock)):
+        setattr(file, NAME, fused)

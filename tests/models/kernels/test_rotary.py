@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny_models import tiny
-from upweight.models.kernels.rotary import NAME, fuse_rotary, fused_form, same_rotation
+from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
+from upweight.models.patches import fuse_rotary
 
 
 def stock_of(kind):
@@ -66,6 +68,26 @@ def test_what_is_not_plain_runs_the_stock_function():
         out = fused_form(stock)(*given, **options)[0]
         assert type(out.grad_fn).__name__ != "_RotatedBackward"
         torch.testing.assert_close(out, stock(*given, **options)[0])
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_patch_can_go_when_the_stock_function_starts_as_few_operators():
+    given, counts = [x.detach() for x in inputs()], []
+    for form in (stock_of("qwen2"), fused_form(stock_of("qwen2"))):
+        with Launches() as launches:
+            form(*given)
+        counts.append(launches.count)
+    assert counts[1] == 6
+    assert counts[0] > counts[1]
 
 
 def test_nothing_changes_on_a_cpu():

@@ -132,8 +132,8 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     ]
     # Last names as a rule. A number would find blocks too, and `proj` in a vision tower its convolution.
     others = {name for name, module in model.named_modules() if not isinstance(module, nn.Linear | Conv1D)}
-    found = set().union(*(_endings(name) for name in others))
-    names = dict.fromkeys(next((end for end in _endings(name) if end not in found), name) for name in linear)
+    of_others = set().union(*(_endings(name) for name in others))
+    names = dict.fromkeys(next((end for end in _endings(name) if end not in of_others), name) for name in linear)
     heads = {"lm_head", "score", "classifier"} if _task_type(model) != TaskType.CAUSAL_LM else {"lm_head"}
     return [name for name in names if name not in heads]
 

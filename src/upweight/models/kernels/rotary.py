@@ -1,34 +1,16 @@
 """Rotary positions in three launches each way: the stock function takes five, and fifteen with its backward's.
 
-It is a function of a model's file, not a module, so it is replaced there; only where both give the same on random
-numbers. What is not the plain case (other dtypes, layouts or arguments, compiled layers) still runs the stock function.
+What is not the plain case (other dtypes, layouts or arguments, compiled layers) still runs the stock function.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 NAME = "apply_rotary_pos_emb"
-
-
-def fuse_rotary(model: nn.Module) -> None:
-    """Use the fused form in the files of a model's layers on a GPU."""
-    for module in model.modules():
-        weight = next(module.parameters(), None)
-        if weight is not None and weight.is_cuda:
-            _fuse_in_file(type(module).__module__)
-
-
-@functools.cache
-def _fuse_in_file(name: str) -> None:
-    """Replace the function of a file, where there is one, and where the fused form gives the same."""
-    file = sys.modules[name]
-    if (stock := getattr(file, NAME, None)) is not None and same_rotation(stock, fused := fused_form(stock)):
-        setattr(file, NAME, fused)
 
 
 def fused_form(stock: Callable[..., Any]) -> Callable[..., Any]:
