@@ -19,7 +19,8 @@ import datasets
 from upweight.data.raw_row import Record, RowError, describe_value
 from upweight.errors import UserError
 from upweight.files import atomic_path
-from upweight.models.processor import Expansion, ImageReader, open_image
+from upweight.image_files import as_rgb, open_image
+from upweight.models.processor import Expansion, ImageReader
 from upweight.types import ImageRef
 
 MARK = "\ue0f0{}\ue0f1"  # two characters for private use, around a number
@@ -123,13 +124,15 @@ class RowImages:
         return result
 
     def _load(self, source: Any, key: str) -> Loaded:
-        content, path = self._content(source, key)
+        path = None
         try:
+            content, path = self._content(source, key)
             loaded = self.reader.refer(content, path or "")
         except UserError:
             raise
         except ValueError as error:
-            raise RowError(key, f"an image, got {path or 'bytes'} that cannot be read as one: {error}") from error
+            form = path or ("bytes" if isinstance(source, bytes) else describe_value(source))
+            raise RowError(key, f"an image, got {form} that cannot be read as one: {error}") from error
         return loaded if path else (replace(loaded[0], path=self._stored(loaded[0].digest, content)), loaded[1])
 
     def _content(self, source: Any, key: str) -> tuple[bytes, str | None]:
@@ -150,7 +153,7 @@ class RowImages:
             return self._file(source.removeprefix("file://"), key)
         if not isinstance(source, str) and hasattr(source, "save"):  # an image of Pillow
             buffer = BytesIO()
-            source.convert("RGB").save(buffer, "PNG")
+            as_rgb(source).save(buffer, "PNG")
             return buffer.getvalue(), None
         raise RowError(key, f"an image: a file, bytes or base64, got {describe_value(source)}")
 
