@@ -300,8 +300,9 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
         raise RowError("images", f"texts without the model's token for images, {placeholder}, but for the images'")
     if "loss_mask" in columns:
         mask = list(columns["loss_mask"])
-        for ref in refs:
-            start, stop, at = at[0], at[ref.tokens - 1] + 1, at[ref.tokens :]
+        for number in used:
+            start, stop = _written_at(ids, at, images[int(number)])
+            at = at[images[int(number)][0].tokens :]
             mask[start:stop] = [False] * (stop - start)
         if not any(mask):
             raise RowError("row", "at least one token that is trained on and stands for no image")
@@ -312,6 +313,16 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
     shown = record.text | {key: MARKS.sub(placeholder, value) for key, value in texts_shown.items()}
     shown["images"] = "; ".join(f"{Path(ref.path).name}: {ref.tokens} tokens" for ref in refs)
     return replace(record, text=shown, columns=columns)
+
+
+def _written_at(ids: Sequence[int], at: Sequence[int], image: Loaded) -> tuple[int, int]:
+    """Return where the tokens of an image start and stop, with its marks of rows and ends; `at`: placeholders."""
+    ref, expansion = image
+    start = at[0] - expansion.ids.index(ref.token_id)
+    stop = start + len(expansion.ids)
+    if start >= 0 and tuple(ids[start:stop]) == expansion.ids:
+        return start, stop
+    return at[0], at[ref.tokens - 1] + 1  # its outer marks are parts of tokens of the text
 
 
 def _unmarked(value: Any, placeholder: str) -> Any:
