@@ -1,6 +1,5 @@
 """Activations in training: recomputed where memory requires it, kept in host memory, or with noise on embeddings."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -152,41 +151,95 @@ def offload_activations(model: nn.Module) -> None:
     base.__dict__["_offloads_activations"] = True
     body = backbone_of(base)
     stock = body.forward
+    weights: set[int] = set()
 
     @functools.wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with OffloadActivations(model) if torch.is_grad_enabled() else contextlib.nullcontext():
+        if not torch.is_grad_enabled():
+            return stock(*args, **kwargs)
+        weights.update(() if weights else weight_addresses(model))  # once: a model has thousands of modules
+        with OffloadActivations(weights):
             return stock(*args, **kwargs)
 
     body.forward = forward
 
 
-class OffloadActivations(saved_tensors_hooks):
-    """A context in which forwards save large tensors for backward in host memory; weights stay on the device."""
+def weight_addresses(model: nn.Module) -> set[int]:
+    """Return where the storages of a model's parameters and of their compute copies begin."""
+    pairs = [
+        (parameter, vars(module).get(name, parameter))  # the compute copy has the parameter's name
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    return {weight.untyped_storage().data_ptr() for pair in pairs for weight in pair}
 
-    def __init__(self, model: nn.Module, smallest: int = MIN_OFFLOADED) -> None:
-        self._smallest = smallest
-        self._weights: set[int] = set()
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                copy = vars(module).get(name, parameter)  # the compute copy has the parameter's name
-                self._weights |= {weight.untyped_storage().data_ptr() for weight in (parameter, copy)}
+
+class OffloadActivations(saved_tensors_hooks):
+    """A context in which forwards save large tensors for backward in host memory, all but those at `weights`."""
+
+    def __init__(self, weights: set[int], smallest: int = MIN_OFFLOADED) -> None:
+        self._weights, self._smallest = weights, smallest
+        self._last: _OnHost | None = None
         super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, torch.device, tuple[int, ...]] | Tensor:
+    def _pack(self, tensor: Tensor) -> "_OnHost | Tensor":
         expanded = 0 in tensor.stride()  # whose elements share memory: little of it
         if tensor.numel() < self._smallest or expanded or tensor.untyped_storage().data_ptr() in self._weights:
             return tensor
-        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return on_host.copy_(tensor, non_blocking=True), tensor.device, tensor.stride()
+        self._last = _OnHost(tensor, before=self._last)
+        return self._last
 
-    def _unpack(self, packed: tuple[Tensor, torch.device, tuple[int, ...]] | Tensor) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        on_host, device, strides = packed
+    def _unpack(self, packed: "_OnHost | Tensor") -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.take()
+
+
+class _OnHost:
+    """A tensor in host memory; on a GPU it travels both ways while the GPU computes something else."""
+
+    def __init__(self, tensor: Tensor, before: "_OnHost | None") -> None:
+        """`before`: what was saved before it, which backward needs next."""
+        self.device, self.stride, self.before = tensor.device, tensor.stride(), before
+        self.on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self.restored: Tensor | None = None
+        _copy_beside(tensor, self.on_host)
+
+    def fetch(self) -> None:
+        """Start to copy it back."""
         # Compiled backwards are written for the strides of what was saved.
-        restored = torch.empty_strided(on_host.shape, strides, dtype=on_host.dtype, device=device)
-        return restored.copy_(on_host, non_blocking=True)
+        self.restored = torch.empty_strided(
+            self.on_host.shape, self.stride, dtype=self.on_host.dtype, device=self.device
+        )
+        _copy_beside(self.on_host, self.restored)
+
+    def take(self) -> Tensor:
+        """Return it on its device, and start to copy what is needed next."""
+        if self.restored is None:
+            self.fetch()
+        restored, self.restored = self.restored, None
+        assert restored is not None
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_stream(_copy_stream(self.device))
+        if self.before is not None and self.before.restored is None:
+            self.before.fetch()
+        return restored
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy_beside(source: Tensor, target: Tensor) -> None:
+    """Copy between a GPU and the host beside what is computed from now on; between other devices at once."""
+    on_gpu = next((one for one in (source, target) if one.is_cuda), None)
+    if on_gpu is None:
+        target.copy_(source)
+        return
+    stream = _copy_stream(on_gpu.device)
+    stream.wait_stream(torch.cuda.current_stream(on_gpu.device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    on_gpu.record_stream(stream)
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:
