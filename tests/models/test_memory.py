@@ -58,37 +58,52 @@ LEAN = Savings(recompute=True, offload_activations=True, head_chunk=256)
 SEVEN = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
 
 
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seven")
+    Qwen2Config(vocab_size=151_936, num_key_value_heads=4, tie_word_embeddings=False, **SEVEN).save_pretrained(folder)
+    return shape_of(ModelSection(base_model=str(folder)), "tokens")
+
+
 @pytest.mark.parametrize(
-    ("size", "trained", "savings", "tokens", "measured"),
+    ("trained", "savings", "tokens", "measured"),
     [
-        ("1.5b", "lora", LEAN, 24_576, 5.887),
-        ("1.5b", "lora", LEAN, 32_768, 6.773),
-        ("1.5b", "lora", RECOMPUTED, 32_000, 9.027),
-        ("1.5b", "lora", Savings(), 1408, 6.325),
-        ("1.5b", "lora", Savings(), 8704, 20.65),
-        ("7b", "lora", LEAN, 18_688, 19.327),
-        ("7b", "lora", RECOMPUTED, 12_544, 19.944),
-        ("7b", "lora", Savings(), 1280, 20.626),
-        ("7b", "qlora", LEAN, 3456, 6.69),
-        ("7b", "qlora", LEAN, 23_552, 11.37),
-        ("7b", "qlora", RECOMPUTED, 15_872, 12.223),
+        ("lora", LEAN, 24_576, 5.887),
+        ("lora", LEAN, 32_768, 6.773),
+        ("lora", LEAN, 36_096, 7.138),
+        ("lora", RECOMPUTED, 32_000, 9.027),
+        ("lora", RECOMPUTED, 41_472, 10.763),
+        ("lora", Savings(), 1408, 6.325),
+        ("lora", Savings(), 8704, 20.65),
     ],
 )
-def test_peaks_of_bench_gpu_memory_are_met_within_a_twentieth(qwen, tmp_path, size, trained, savings, tokens, measured):
+def test_peaks_of_1_5b_are_met_within_a_twentieth(qwen, trained, savings, tokens, measured):
     """One H200, GRPO steps with AdamW on one row of so many tokens: GiB that `python -m bench.gpu_memory` measured."""
-    shape = qwen
-    if size == "7b":
-        Qwen2Config(vocab_size=151_936, num_key_value_heads=4, tie_word_embeddings=False, **SEVEN).save_pretrained(
-            tmp_path
-        )
-        shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
-    shape = shape.quantised() if trained == "qlora" else shape
+    right = need(qwen, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
+    assert right.total / GIB == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("trained", "savings", "tokens", "measured"),
+    [
+        ("lora", LEAN, 2432, 15.514),
+        ("lora", LEAN, 18_688, 19.327),
+        ("lora", RECOMPUTED, 12_544, 19.944),
+        ("lora", Savings(), 1280, 20.626),
+        ("qlora", LEAN, 5888, 7.25),
+        ("qlora", LEAN, 23_552, 11.37),
+        ("qlora", RECOMPUTED, 12_288, 10.766),
+        ("qlora", RECOMPUTED, 15_872, 12.223),
+    ],
+)
+def test_peaks_of_7b_are_met_within_a_twentieth(seven, trained, savings, tokens, measured):
+    shape = seven.quantised() if trained == "qlora" else seven
     right = need(shape, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
     assert right.total / GIB == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(("gib", "fixed", "left"), [(8, 3.0, 7.14), (16, 14.9, 15.452), (8, 14.9, 7.5)])
-def test_the_driver_has_half_a_gib_and_fragmentation_a_part_of_what_weights_leave(gib, fixed, left):
+@pytest.mark.parametrize(("gib", "fixed", "left"), [(8, 3.0, 6.91), (16, 14.9, 15.222), (8, 14.9, 7.25)])
+def test_driver_libraries_and_fragmentation_have_their_part(gib, fixed, left):
     assert usable(gib * GIB, fixed * GIB) / GIB == pytest.approx(left)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
 from upweight.log import logger
-from upweight.models.memory import HALF_BYTES, KEPT_SHARE, USUAL_OPTIMIZER, TokenBytes, free_memory, training_bytes
+from upweight.models.memory import (
+    HALF_BYTES,
+    HEAD_CHUNK,
+    KEPT_SHARE,
+    LAYERS_IN_FLIGHT,
+    USUAL_OPTIMIZER,
+    TokenBytes,
+    free_memory,
+    training_bytes,
+)
 from upweight.models.modules import backbone_of, unwrap_peft
 
 MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
@@ -45,7 +55,7 @@ def activation_budget(base: nn.Module, optimizer: str, keep: float | None = None
     trained = sum(parameter.numel() for parameter in base.parameters() if parameter.requires_grad)
     if not layers:
         return None
-    reserved = trained * training_bytes(optimizer)
+    reserved = trained * training_bytes(optimizer) + HEAD_CHUNK
     if keep is None or next(layers[0].parameters()).is_cuda:
         return ActivationBudget(layers, reserved, KEPT_SHARE if keep is None else keep)
     # Elsewhere an allocator cannot be asked what a layer keeps, and the estimate of shapes stands for it.
@@ -86,7 +96,7 @@ class ActivationBudget:
     def __init__(
         self, layers: Sequence[GradientCheckpointingLayer], reserved: int, share: float, estimated: float | None = None
     ) -> None:
-        """`reserved`: bytes that the first step will still allocate for gradients and the optimizer.
+        """`reserved`: bytes that the first step will still allocate for gradients, the optimizer and the head.
 
         `share`: of the memory that is free at the first forward; `estimated`: bytes that a layer keeps of a token.
         """
@@ -180,14 +190,29 @@ class OffloadActivations(saved_tensors_hooks):
     def __init__(self, weights: set[int], smallest: int = MIN_OFFLOADED) -> None:
         self._weights, self._smallest = weights, smallest
         self._last: _OnHost | None = None
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # tensors whose copies may not be done
         super().__init__(self._pack, self._unpack)
+
+    def __exit__(self, *reason: object) -> None:
+        super().__exit__(*reason)
+        self._last = None  # the graph keeps what it needs
+        self._leave(0)
 
     def _pack(self, tensor: Tensor) -> "_OnHost | Tensor":
         expanded = 0 in tensor.stride()  # whose elements share memory: little of it
         if tensor.numel() < self._smallest or expanded or tensor.untyped_storage().data_ptr() in self._weights:
             return tensor
         self._last = _OnHost(tensor, before=self._last)
+        if self._last.copied is not None:
+            self._leaving.append((tensor, self._last.copied))
+            self._leave(LAYERS_IN_FLIGHT)
         return self._last
+
+    def _leave(self, most: int) -> None:
+        """Let the memory of all but the last tensors be used again, by what the GPU computes once they are copied."""
+        while len(self._leaving) > most:
+            tensor, copied = self._leaving.popleft()
+            torch.cuda.current_stream(tensor.device).wait_event(copied)
 
     def _unpack(self, packed: "_OnHost | Tensor") -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.take()
@@ -200,27 +225,24 @@ class _OnHost:
         """`before`: what was saved before it, which backward needs next."""
         self.device, self.stride, self.before = tensor.device, tensor.stride(), before
         self.on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self.restored: Tensor | None = None
-        _copy_beside(tensor, self.on_host)
+        self.copied = _copy_beside(tensor, self.on_host)
+        self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
 
-    def fetch(self) -> None:
-        """Start to copy it back."""
+    def fetch(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start to copy it back; return the tensor, and what to wait for."""
         # Compiled backwards are written for the strides of what was saved.
-        self.restored = torch.empty_strided(
-            self.on_host.shape, self.stride, dtype=self.on_host.dtype, device=self.device
-        )
-        _copy_beside(self.on_host, self.restored)
+        restored = torch.empty_strided(self.on_host.shape, self.stride, dtype=self.on_host.dtype, device=self.device)
+        return restored, _copy_beside(self.on_host, restored)
 
     def take(self) -> Tensor:
         """Return it on its device, and start to copy what is needed next."""
-        if self.restored is None:
-            self.fetch()
-        restored, self.restored = self.restored, None
-        assert restored is not None
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_stream(_copy_stream(self.device))
-        if self.before is not None and self.before.restored is None:
-            self.before.fetch()
+        restored, copied = self.fetched or self.fetch()
+        self.fetched = None
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        before, self.before = self.before, None
+        if before is not None:
+            before.fetched = before.fetched or before.fetch()
         return restored
 
 
@@ -229,17 +251,19 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy_beside(source: Tensor, target: Tensor) -> None:
-    """Copy between a GPU and the host beside what is computed from now on; between other devices at once."""
+def _copy_beside(source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+    """Copy between a GPU and the host beside what is computed from now on; return what says that it is done."""
     on_gpu = next((one for one in (source, target) if one.is_cuda), None)
     if on_gpu is None:
         target.copy_(source)
-        return
+        return None
     stream = _copy_stream(on_gpu.device)
     stream.wait_stream(torch.cuda.current_stream(on_gpu.device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-    on_gpu.record_stream(stream)
+    if on_gpu is target:
+        target.record_stream(stream)  # it may be dropped unread
+    return stream.record_event()
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:

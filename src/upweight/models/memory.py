@@ -21,7 +21,7 @@ from upweight.models.kernels.expert_lora import WEIGHTS
 from upweight.models.load import Head, config_with_head, model_class, teacher_source
 
 GIB = 2**30
-DRIVER_BYTES = GIB // 2  # of a GPU, which no process can allocate
+DRIVER_BYTES = 3 * GIB // 4  # of a GPU, for its driver and the workspaces of libraries
 USABLE_SHARE = 0.92  # of what weights and training leave on a GPU: the rest is lost to fragmentation
 HALF_BYTES, SINGLE_BYTES = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
