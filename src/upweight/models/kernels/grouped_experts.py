@@ -127,14 +127,14 @@ def _taken_rows(hidden_ND: Tensor, routes: Routes, top_k: int) -> Tensor:
     """Return the hidden states of each pair."""
     if _is_plain():
         return hidden_ND.index_select(0, routes.token_S)
-    return _TakenRows.apply(hidden_ND, routes.token_S, routes.inverse_S, top_k)  # pyright: ignore[reportReturnType]
+    return _TakenRows.apply(hidden_ND, routes.token_S, routes.inverse_S, top_k)
 
 
 def _summed_rows(out_SD: Tensor, routes: Routes, top_k: int) -> Tensor:
     """Return the sum of each token's pairs."""
     if _is_plain():
         return _sum_by_token(out_SD, routes.inverse_S, top_k)
-    return _SummedRows.apply(out_SD, routes.token_S, routes.inverse_S, top_k)  # pyright: ignore[reportReturnType]
+    return _SummedRows.apply(out_SD, routes.token_S, routes.inverse_S, top_k)
 
 
 def _sorted_weights(weight_NK: Tensor, routes: Routes) -> Tensor:
@@ -142,7 +142,7 @@ def _sorted_weights(weight_NK: Tensor, routes: Routes) -> Tensor:
     flat_S = weight_NK.reshape(-1, 1)
     if _is_plain():
         return flat_S.index_select(0, routes.order_S)[:, 0]
-    return _TakenRows.apply(flat_S, routes.order_S, routes.inverse_S, 1)[:, 0]  # pyright: ignore
+    return _TakenRows.apply(flat_S, routes.order_S, routes.inverse_S, 1)[:, 0]
 
 
 def _weighted_gate(both_SF: Tensor, weight_NK: Tensor, routes: Routes) -> Tensor:
@@ -150,7 +150,7 @@ def _weighted_gate(both_SF: Tensor, weight_NK: Tensor, routes: Routes) -> Tensor
     weight_S = _sorted_weights(weight_NK, routes)
     if _is_plain():
         return _run_fused(_silu_product, both_SF, weight_S)
-    return _WeightedGate.apply(both_SF, weight_S)  # pyright: ignore[reportReturnType]
+    return _WeightedGate.apply(both_SF, weight_S)
 
 
 def _is_plain() -> bool:
@@ -173,7 +173,8 @@ class _TakenRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _sum_by_token(grads[0], *ctx.saved_tensors, ctx.top_k), None, None, None
+        (inverse_S,) = ctx.saved_tensors
+        return _sum_by_token(grads[0], inverse_S, ctx.top_k), None, None, None
 
 
 class _SummedRows(torch.autograd.Function):
