@@ -85,7 +85,7 @@ def sample(name: str, options: argparse.Namespace) -> None:
     from upweight.types import Sampling
 
     prompts, count, mean, cap = TINY_SAMPLING if options.tiny else SAMPLING[name]
-    work = {"vocabulary": VOCABULARY} | work_of(options)
+    work: dict[str, Any] = {"vocabulary": VOCABULARY} | work_of(options)
     vocabulary, first = work["vocabulary"], 50 if options.tiny else 1000
     model = random_base(work).requires_grad_(False)
     engine = Engine(model)
@@ -115,7 +115,7 @@ def sample_with_vllm(options: argparse.Namespace) -> None:
         return
     from transformers import AutoConfig
 
-    work = {"vocabulary": VOCABULARY} | work_of(options)
+    work: dict[str, Any] = {"vocabulary": VOCABULARY} | work_of(options)
     chosen = {name: TINY_SAMPLING if options.tiny else case for name, case in SAMPLING.items()}
     names = {",".join(map(str, case)): name for name, case in chosen.items()}
 
