@@ -17,7 +17,7 @@ from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSe
 from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
-from upweight.models.kernels.expert_lora import WEIGHTS
+from upweight.models.kernels.grouped_experts import WEIGHTS
 from upweight.models.load import Head, config_with_head, model_class, teacher_source
 
 GIB = 2**30
