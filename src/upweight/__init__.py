@@ -84,8 +84,8 @@ _NOT_HERE = {
     ),
     "leave it out: `assistant_only_loss` finds the turns with any template": ("get_training_chat_template",),
     "leave it out: trainers pack the rows themselves": (
-        "ConstantLengthDataset", "DataCollatorForChatML", "DataCollatorForLanguageModeling", "DataCollatorForPreference",
-        "DPODataCollatorWithPadding", "RewardDataCollatorWithPadding",
+        "ConstantLengthDataset", "DataCollatorForChatML", "DataCollatorForLanguageModeling",
+        "DataCollatorForPreference", "DPODataCollatorWithPadding", "RewardDataCollatorWithPadding",
     ),
     "leave it out: messages with images are read as they are": ("prepare_multimodal_messages",),
     "`trainer.generate_completions(rows)` samples from a policy, `upweight inference RUN` from a trained model": (
@@ -161,7 +161,7 @@ class _ModulesOfTRL:
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.startswith("upweight.") and fullname.split(".")[1] in cls.NAMES:
             raise ModuleNotFoundError(
-                f"there is no {fullname}: the names of TRL are in `upweight` itself, and rewards in `upweight.rewards`. "
+                f"there is no {fullname}: the names of TRL are in `upweight` itself, rewards in `upweight.rewards`. "
                 "`from trl.experimental.orpo import ORPOTrainer`, as an example, becomes `from upweight import "
                 "ORPOTrainer` (`upweight docs peers`)",
                 name=fullname,

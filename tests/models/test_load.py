@@ -168,7 +168,7 @@ def test_a_named_class_must_exist(folder):
 
 
 def test_a_named_class_must_be_that_of_the_model(folder):
-    with pytest.raises(UserError, match=r"model_type: Qwen2ForCausalLM does not load .* a llama model. Leave the key out"):
+    with pytest.raises(UserError, match=r"model_type: Qwen2ForCausalLM does not load .* a llama model. Leave the"):
         load_model(ModelSection(base_model=folder, model_class="Qwen2ForCausalLM"), torch.float32)
 
 

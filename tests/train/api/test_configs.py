@@ -58,7 +58,7 @@ def test_modules_of_trl_are_answered_with_where_their_names_are(module):
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest():
-    with pytest.raises(ImportError, match="no 'SFTTrainr'. Did you mean 'SFTTrainer'?"):
+    with pytest.raises(ImportError, match=r"no 'SFTTrainr'\. Did you mean 'SFTTrainer'"):
         exec("from upweight import SFTTrainr")
     exec("from upweight import rewards, user_modules")  # modules are no names that are missing
 
