@@ -182,6 +182,8 @@ def load_model(
         del model.hf_quantizer  # the weights are plain ones, and with it `save_pretrained` takes no gathered ones
         model.is_quantized = False
     _check_missing(report, source, head, model.base_model_prefix, logs=not head_follows)
+    if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit) and not adapter.pack_experts:
+        _log_plain_experts(model)
     keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
@@ -316,6 +318,14 @@ def _expert_packing(adapter: AdapterSection | None) -> AbstractContextManager[No
     from upweight.models.adapters.packed_experts import packing_experts  # which imports bitsandbytes
 
     return packing_experts()
+
+
+def _log_plain_experts(model: PreTrainedModel) -> None:
+    """Log that the experts of a mixture are not quantised, which are most of its weights."""
+    experts = [weight for name, weight in model.named_parameters() if weight.dim() == 3 and "expert" in name]
+    if experts:
+        size, dtype = sum(weight.nbytes for weight in experts) / 2**30, str(experts[0].dtype).removeprefix("torch.")
+        logger.info("the experts stay in %s, %.1f GiB; with quantize_moe_experts they are in 4 bits too", dtype, size)
 
 
 def _check_missing(report: dict[str, Any], source: str, head: Head, body: str, *, logs: bool) -> None:
