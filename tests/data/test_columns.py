@@ -130,6 +130,25 @@ def test_labels_in_words_are_an_error_of_validate_and_of_preparation(run, tmp_pa
     assert "field_label" not in str(error.value)
 
 
+def test_an_empty_cell_is_named_with_the_filter_that_leaves_it_out(run):
+    rows = [{"question": asked, "good": "So.", "bad": "No."} for asked in ("Why?", "")]
+    form = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad"}
+    with pytest.raises(UserError, match=r"Its 'question' is empty: `filter: filters\.keep`") as error:
+        run(
+            rows, rl="dpo", datasets=[{"path": "rows.jsonl", "type": form, "as_messages": True}], chat_template="chatml"
+        )
+    assert "other names" not in str(error.value)
+
+
+def test_own_columns_of_a_chat_template_are_mapped(run):
+    rows = [{"Question": "Why?", "Reply": "So."}] * 2
+    mapping = (
+        r"in place of `type: chat_template`: `type: \{field_instruction: Question, field_output: Reply\}` and `as_m"
+    )
+    with pytest.raises(UserError, match=mapping):
+        run(rows, rl=None, datasets=[{"path": "rows.jsonl", "type": "chat_template"}], chat_template="chatml")
+
+
 def test_messages_in_columns_of_other_names(run, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "Why?"}], "answer": "So."}] * 4
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
