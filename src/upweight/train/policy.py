@@ -45,6 +45,7 @@ from upweight.train.reference import LoadModel, Precompute
 LoadTeachers = Callable[[nn.Module, Engine, Callable[[nn.Module], Engine]], Teachers]
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
+LEAN_BUDGET = 8192  # larger rows take more memory and gain little speed
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,8 @@ def token_budget(config: PreTrainedConfig, device: torch.device, optim: OptimSec
     keep = optim.checkpointing_args.get("keep")  # rows are then as large as all their activations fit
     share, savings = (FORWARD_SHARE, Savings.by(optim)) if keep is None else (keep, Savings())
     tokens = int(share * free / TokenBytes.of(config).peak(savings))
-    return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)
+    largest = LEAN_BUDGET if optim.memory == "lean" or optim.activation_offloading else LARGEST_BUDGET
+    return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), largest)
 
 
 def _reserved_bytes(model: nn.Module, optimizer: str, sharded: bool) -> int:
