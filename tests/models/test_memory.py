@@ -120,6 +120,7 @@ def test_sizes_are_counted_on_the_model(tmp_path):
     model = tiny("llama")
     model.save_pretrained(tmp_path)
     shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
+    assert shape == shape_of(ModelSection(base_model=str(tmp_path), model_class="LlamaForCausalLM"), "tokens")
     assert shape.parameters == sum(weight.numel() for weight in model.parameters())
     one = AdapterSection(kind="lora", rank=3, targets=["q_proj"])
     right = sum(3 * sum(m.weight.shape) for n, m in model.named_modules() if n.endswith("q_proj"))

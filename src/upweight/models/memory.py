@@ -18,7 +18,7 @@ from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.kernels.grouped_experts import WEIGHTS
-from upweight.models.load import Head, config_with_head, model_class, teacher_source
+from upweight.models.load import Head, config_with_head, model_without_weights, teacher_source
 
 GIB = 2**30
 DRIVER_BYTES = 3 * GIB // 4  # of a GPU, for its driver and the workspaces of libraries
@@ -160,8 +160,8 @@ class Memory:
 def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
-    with torch.device("meta"), set_zero3_state():  # which says that weights are cut elsewhere: here there are none
-        model = model_class(section, head, config).from_config(config)
+    with set_zero3_state():  # which says that weights are cut elsewhere: here there are none
+        model = model_without_weights(section, head, config)
     names = linear_names(model)
     linear: Counter[str] = Counter()
     inside = 0
