@@ -46,7 +46,7 @@ def test_a_repository_that_cannot_be_made_is_said_before_training(model_folder, 
     file = write_config(tmp_path, model_folder, max_steps=1, num_epochs=None, hub_model_id="me/model")
     done = upweight("train", file, folder=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 2, done.stderr
-    assert "hub_model_id: there is no repository to push to: " in done.stderr
+    assert "hub_model_id: there is no repository to push to: the hub is not asked, as HF_HUB_OFFLINE" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 

@@ -90,4 +90,9 @@ def hub_errors(problem: str) -> Iterator[None]:
     except Exception as error:  # errors of the hub and of its HTTP library have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "Log in with `hf auth login`, correct the name, or drop it."
+        if constants.HF_HUB_OFFLINE:
+            reason, remedy = (
+                "the hub is not asked, as HF_HUB_OFFLINE is set",
+                "Unset it, or push later from the folder.",
+            )
         raise UserError(f"hub_model_id: {problem}: {reason}. {remedy}") from error
