@@ -35,7 +35,7 @@ def random_base(work: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     config = AutoConfig.for_model(work.get("model_type", "qwen2"), vocab_size=work["vocabulary"], **work["shape"])
-    with torch.device("cuda"):
+    with torch.device(work.get("device", "cuda")):
         base = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     return base
@@ -78,7 +78,7 @@ def runner_of(work: dict[str, Any], folder: Path | None = None) -> tuple[Any, St
         )
     model = attach_adapter(base, section) if section else base
     model.train()
-    optim, here = savings_of(work), torch.device("cuda")
+    optim, here = savings_of(work), torch.device(work.get("device", "cuda"))
     policy = make_policy(model, method, torch.bfloat16, here, longest=4096, optim=optim, section=ModelSection())
     parts = (policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
     return model, StepRunner(method, *parts, router_coefficient=policy.router_coefficient), units
@@ -125,6 +125,12 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
     return model, runner, step
 
 
+def wait_for_gpu() -> None:
+    """Let what was started on a GPU end, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def main(folder: Path) -> None:
     """Answer "step" on stdin with the seconds, memory, loss and gradient norm of a step; "rest" frees memory."""
     answers = os.fdopen(os.dup(1), "w")
@@ -144,11 +150,12 @@ def main(folder: Path) -> None:
             torch.cuda.empty_cache()
             continue
         model.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        wait_for_gpu()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = step()
-        torch.cuda.synchronize()
+        wait_for_gpu()
         seconds = time.perf_counter() - start
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
         answer = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from parity_grpo import grpo, replaying
 from tiny_vision import drawn_image, processor, vision_model
 
 QUESTIONS = ("Why?", "How many?", "What is red?", "Who was it?", "Name a fish.", "And then?", "1 + 2?", "Go on.")
@@ -40,13 +41,18 @@ def rows(kind: str) -> list[dict[str, Any]]:
         prompt, answer = said("user", question), said("assistant", good)
         if kind == "messages":
             row["messages"] = prompt + answer
-        elif kind in ("completions", "two images"):
+        elif kind in ("completions", "two images", "transparent"):
             row |= {"prompt": prompt, "completion": answer}
+        elif kind == "prompts":
+            row["prompt"] = prompt
         elif kind == "pairs":
             row |= {"prompt": prompt, "chosen": answer, "rejected": said("assistant", bad)}
         else:
             wanted = bool(number % 3)
             row |= {"prompt": prompt, "completion": said("assistant", good if wanted else bad), "label": wanted}
+        if kind == "transparent":
+            row["images"][0] = row["images"][0].convert("RGBA")
+            row["images"][0].putalpha(drawn_image(number, *row["images"][0].size).convert("L"))
         made.append(row)
     return made
 
@@ -55,20 +61,58 @@ def case(trainer: str, kind: str, model: str = "qwen2_5_vl", **config: Any) -> d
     return {"trainer": trainer, "rows": kind, "model": model, "config": LARGEST | config}
 
 
+def online(model: str = "qwen2_5_vl", **config: Any) -> dict[str, Any]:
+    """A case of GRPO, whose completions are replayed; rollouts feed two steps, so that ratios leave 1."""
+    made = grpo("sums", learning_rate=0.02, temperature=1.0, **config)
+    return made | {"model": model}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sft completions": case("SFT", "completions"),
     "sft two images": case("SFT", "two images", "llava"),  # Qwen needs tokens between two images
     "sft mistral3": case("SFT", "completions", "mistral3"),
     "sft gemma3": case("SFT", "completions", "gemma3"),
     "sft idefics3": case("SFT", "completions", "idefics3"),
+    "sft smolvlm": case("SFT", "completions", "smolvlm"),
+    "sft qwen2": case("SFT", "completions", "qwen2_vl"),
+    "sft qwen3": case("SFT", "completions", "qwen3_vl"),
+    "sft llava next": case("SFT", "two images", "llava_next"),
+    "sft internvl": case("SFT", "completions", "internvl"),
+    "sft transparent": case("SFT", "transparent", "llava"),
     "dpo": case("DPO", "pairs"),
     "dpo ipo": case("DPO", "pairs", loss_type=["ipo"]),
     "dpo llava": case("DPO", "pairs", "llava"),
     "dpo qwen3": case("DPO", "pairs", "qwen3_vl"),
+    "dpo gemma3": case("DPO", "pairs", "gemma3"),
+    "dpo mistral3": case("DPO", "pairs", "mistral3"),
+    "dpo internvl": case("DPO", "pairs", "internvl"),
     "kto": case("KTO", "labelled", per_device_train_batch_size=8),
+    "grpo": online(),
+    "grpo llava next, beta": online("llava_next", beta=0.3),
+    "grpo gemma3": online("gemma3"),
+    "kto idefics3": case("KTO", "labelled", "idefics3", per_device_train_batch_size=8),
 }
 # TRL also trains the model to predict the tokens that stand for images, where a whole conversation is trained on.
 DIFFERENT = {"sft messages": case("SFT", "messages")}
+
+
+def replayed(settings: dict[str, Any], of_model: Any) -> dict[str, Any]:
+    """The trainer's `rollout_func` and `reward_funcs`: prompts are what the processor makes of their images."""
+    of_model.tokenizer.padding_side = "left"  # else TRL marks the wrong tokens as those of images
+    arguments = replaying(settings, of_model.tokenizer.eos_token_id)
+    of_texts = arguments["rollout_func"]
+
+    def replay(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        options = {"tokenize": False, "add_generation_prompt": True}
+        texts = [of_model.tokenizer.apply_chat_template(prompt, **options) for prompt in prompts]
+        shown = [[part["image"] for part in prompt[0]["content"] if part["type"] == "image"] for prompt in prompts]
+        ids = [
+            list(of_model(text=[text], images=[several], add_special_tokens=False)["input_ids"][0])
+            for text, several in zip(texts, shown, strict=True)
+        ]
+        return of_texts(texts, trainer) | {"prompt_ids": ids}
+
+    return arguments | {"rollout_func": replay}
 
 
 def run(library: str, settings: dict[str, Any], folder: Path, epochs: int = 1) -> dict[str, list[float]]:
@@ -85,11 +129,13 @@ def run(library: str, settings: dict[str, Any], folder: Path, epochs: int = 1) -
     if settings["trainer"] != "SFT":  # TRL loads the reference by the model's name
         model.save_pretrained(folder / "model")
         model.config._name_or_path = str(folder / "model")
+    of_model = processor(settings["model"])
     trainer = trainer_class(
         model=model,
         args=config_class(output_dir=str(folder / "out"), **options | settings["config"]),
         train_dataset=Dataset.from_list(rows(settings["rows"])),
-        processing_class=processor(settings["model"]),
+        processing_class=of_model,
+        **(replayed(settings, of_model) if settings["trainer"] == "GRPO" else {}),
     )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -32,7 +32,7 @@ def model() -> Any:
     torch.set_default_dtype(dtype)
     end, kind = None if WHOLE else 0, WORK.get("model_type", "qwen2")
     config = AutoConfig.for_model(kind, vocab_size=WORK["vocabulary"], eos_token_id=end, **WORK["shape"])
-    with torch.device("cuda"):
+    with torch.device(WORK.get("device", "cuda")):
         made = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     if WORK["name"] == "dpo_step":  # which loads its reference by the model's name
@@ -53,6 +53,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def settings(rows: int) -> dict[str, Any]:
     arguments = step_arguments(FOLDER, WORK["micro_batch"], rows)
+    if "device" in WORK:  # a rehearsal without a GPU
+        arguments |= {"use_cpu": True}
     return arguments | {"bf16": True, "gradient_checkpointing": True, "max_grad_norm": 1e9}
 
 
@@ -133,7 +135,8 @@ class OnDemand(TrainerCallback):
             torch.cuda.empty_cache()
         if not asked:
             os._exit(0)
-        torch.cuda.reset_peak_memory_stats()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         OnDemand.seconds = 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -147,14 +150,19 @@ class OnDemand(TrainerCallback):
         print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
+def wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def clock(trainer: Any, method: str, sign: int) -> None:
     inner = getattr(trainer, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda.synchronize()
+        wait_for_gpu()
         start = time.perf_counter()
         result = inner(*args, **kwargs)
-        torch.cuda.synchronize()
+        wait_for_gpu()
         OnDemand.seconds += sign * (time.perf_counter() - start)
         return result
 

@@ -43,14 +43,19 @@ def text(words):
 
 
 IMAGE = {"type": "image"}
+SHAPES = {
+    "apart": [[text("What "), IMAGE, text(" and "), IMAGE, text("?")], [text("a cat")]],
+    "side by side": [[IMAGE, IMAGE, text("?")], [text("a cat")]],
+    "at the end": [[IMAGE, text("or "), IMAGE], [text("a cat")]],
+    "in an answer": [[IMAGE, text("?")], [text("a "), IMAGE, text("cat")]],
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_processor(kind, tmp_path):
-    messages = [
-        {"role": "user", "content": [text("What "), IMAGE, text(" and "), IMAGE, text("?")]},
-        {"role": "assistant", "content": [text("a cat")]},
-    ]
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ids_are_those_of_the_processor(kind, shape, tmp_path):
+    asked_for, answered = SHAPES[shape]
+    messages = [{"role": "user", "content": asked_for}, {"role": "assistant", "content": answered}]
     images = [drawn_image(0), drawn_image(1, 64, 40)]
     (record,) = encoder(tmp_path, kind=kind)({"messages": messages, "images": images})
     of_kind = processor(kind)
@@ -60,7 +65,7 @@ def test_ids_are_those_of_the_processor(kind, tmp_path):
     trained = [
         token for token, kept in zip(record.columns["input_ids"], record.columns["loss_mask"], strict=True) if kept
     ]
-    assert of_kind.tokenizer.decode(trained) == "a cat<eos>"
+    assert of_kind.tokenizer.decode(trained) == "a cat<eos>"  # not a mark of an image in it
     refs = record.columns["images"]
     assert [ref["tokens"] for ref in refs] == [
         len(at) for at in image_positions(units_of([record.columns], SFT())[0].samples[0])

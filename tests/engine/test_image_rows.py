@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,30 @@ def shared_and_unshared(made):
     return group + pair + alike + again
 
 
+def random_units(made, kind, seed):
+    """Units of random texts and images: at the start or the end of a prompt, side by side, twice, and cut anywhere."""
+    rng = random.Random(seed)
+    sizes = [(48, 32), (17, 90), (33, 33), (120, 40), (5, 7), (100, 3), (40, 40), (40, 40), (40, 40)]
+    pool = list(enumerate(sizes, start=20))
+    beside = "qwen" not in kind  # whose plain forward needs tokens between two images
+
+    def word():
+        return "".join(rng.choice("ab ") for _ in range(rng.randint(1, 4)))
+
+    units = []
+    for group in range(5):
+        prompt = []
+        for _ in range(rng.randint(1, 5)):
+            after_image = bool(prompt) and not isinstance(prompt[-1], str)
+            prompt.append(rng.choice(pool) if rng.random() < 0.5 and (beside or not after_image) else word())
+        start = "x" if isinstance(prompt[0], str) else ""  # a first token has no log-prob
+        prompt = [start, *prompt] if start else prompt
+        completions = [word() + "c" for _ in range(rng.randint(1, 3))]
+        units += [Unit(tuple(made.sample(*prompt, completion=text) for text in completions), group)]
+        units += [Unit((made.sample(*prompt[: rng.randint(1, len(prompt))], "y", completion=word()),), group)]
+    return units + [Unit((made.sample("x", one, "y", pool[-1], "z", completion="yes"),), 9) for one in pool[-3:]]
+
+
 def plain_logps(model, reader, sample):
     """Log-probs of a plain forward of a sequence alone, with what its processor returned."""
     ids = torch.from_numpy(sample.ids)[None]
@@ -69,17 +95,19 @@ def plain_logps(model, reader, sample):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_and_gradients_are_those_of_each_sequence_alone(kind, tmp_path):
+@pytest.mark.parametrize("made", [shared_and_unshared, random_units])
+def test_log_probs_and_gradients_are_those_of_each_sequence_alone(kind, made, tmp_path):
     model = vision_model(kind)
     reader = reader_of(kind, model)
-    units = shared_and_unshared(Written(reader, tmp_path))
+    written = Written(reader, tmp_path)
+    units = random_units(written, kind, 0) if made is random_units else shared_and_unshared(written)
     samples = [sample for unit in units for sample in unit.samples]
     plain = torch.cat([plain_logps(model, reader, sample) for sample in samples])
     weights = dict(model.named_parameters())
     by_hand = torch.autograd.grad(plain.sum(), list(weights.values()), allow_unused=True)
     engine = Engine(model, images=reader)
     assert engine.layout == ("padded" if kind == "gemma3" else "tree")
-    for budget in (10_000, 150):
+    for budget in (10_000, 320 if made is random_units else 150):
         logps, rows = {}, plan_rows(units, budget, layout=engine.layout)[0]
         model.zero_grad()
         for row in rows:

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tiny_models import drawn, gradients, relative_difference, tiny, weighted
-from upweight.engine import Engine
+from upweight.engine import Engine, router
 from upweight.engine.activations import enable_checkpointing
 from upweight.engine.packing import build_batch
 from upweight.engine.routing import install_routing
@@ -201,3 +201,16 @@ def test_models_whose_choices_are_not_recorded_are_refused(kind, reason):
     model = tiny(kind, **({"moe_layers": [1]} if kind == "llama4_text" else {}))
     with pytest.raises(UserError, match=rf"routing_replay: .*{reason}"):
         install_routing(model)
+
+
+def test_statistics_of_routers_are_those_of_one_layer_at_a_time(monkeypatch):
+    logits = [torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(layer)) for layer in range(5)]
+    weight = torch.arange(14.0)
+    together = router.router_statistics(logits, weight, 2)
+    monkeypatch.setattr(router, "_TOGETHER", 2 * logits[0].numel())
+    for name, value in router.router_statistics(logits, weight, 2).items():
+        torch.testing.assert_close(value, together[name])
+    probabilities = logits[3].flatten(0, 1).softmax(-1)
+    torch.testing.assert_close(together["router_prob_LX"][3], weight @ probabilities)
+    chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, 6).sum(1).float()
+    torch.testing.assert_close(together["router_load_LX"][3], weight @ chosen)

@@ -10,7 +10,7 @@ pytest.importorskip("PIL")
 from vision_parity_script import CASES, DIFFERENT, run
 
 RECORD = json.loads((Path(__file__).parent / "trl_1_16_images.json").read_text())
-OFTEN = ("sft two images", "dpo", "kto")
+OFTEN = ("sft two images", "sft transparent", "dpo", "kto", "grpo")
 
 
 def test_every_case_is_recorded():

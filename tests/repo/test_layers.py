@@ -17,6 +17,7 @@ BOTTOM = {
     "errors",
     "log",
     "files",
+    "image_files",
     "processes",
     "event_loop",
     "user_modules",

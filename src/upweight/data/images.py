@@ -19,7 +19,8 @@ import datasets
 from upweight.data.raw_row import Record, RowError, describe_value
 from upweight.errors import UserError
 from upweight.files import atomic_path
-from upweight.models.processor import Expansion, ImageReader, open_image
+from upweight.image_files import as_rgb, open_image
+from upweight.models.processor import Expansion, ImageReader
 from upweight.types import ImageRef
 
 MARK = "\ue0f0{}\ue0f1"  # two characters for private use, around a number
@@ -123,13 +124,15 @@ class RowImages:
         return result
 
     def _load(self, source: Any, key: str) -> Loaded:
-        content, path = self._content(source, key)
+        path = None
         try:
+            content, path = self._content(source, key)
             loaded = self.reader.refer(content, path or "")
         except UserError:
             raise
         except ValueError as error:
-            raise RowError(key, f"an image, got {path or 'bytes'} that cannot be read as one: {error}") from error
+            form = path or ("bytes" if isinstance(source, bytes) else describe_value(source))
+            raise RowError(key, f"an image, got {form} that cannot be read as one: {error}") from error
         return loaded if path else (replace(loaded[0], path=self._stored(loaded[0].digest, content)), loaded[1])
 
     def _content(self, source: Any, key: str) -> tuple[bytes, str | None]:
@@ -150,7 +153,7 @@ class RowImages:
             return self._file(source.removeprefix("file://"), key)
         if not isinstance(source, str) and hasattr(source, "save"):  # an image of Pillow
             buffer = BytesIO()
-            source.convert("RGB").save(buffer, "PNG")
+            as_rgb(source).save(buffer, "PNG")
             return buffer.getvalue(), None
         raise RowError(key, f"an image: a file, bytes or base64, got {describe_value(source)}")
 
@@ -292,13 +295,15 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
     columns = {**record.columns, "images": image_column(refs)}
     ids = columns.get("prompt_ids", columns.get("input_ids", []))
     at = [place for place, token in enumerate(ids) if token == refs[0].token_id]
-    in_completions = any(refs[0].token_id in columns.get(name, ()) for name in COMPLETIONS)
+    turns = [columns.get(name, ()) for name in COMPLETIONS] + columns.get("truth_ids", [])
+    in_completions = any(refs[0].token_id in turn for turn in turns)
     if in_completions or len(at) != sum(ref.tokens for ref in refs):
         raise RowError("images", f"texts without the model's token for images, {placeholder}, but for the images'")
     if "loss_mask" in columns:
         mask = list(columns["loss_mask"])
-        for ref in refs:
-            start, stop, at = at[0], at[ref.tokens - 1] + 1, at[ref.tokens :]
+        for number in used:
+            start, stop = _written_at(ids, at, images[int(number)])
+            at = at[images[int(number)][0].tokens :]
             mask[start:stop] = [False] * (stop - start)
         if not any(mask):
             raise RowError("row", "at least one token that is trained on and stands for no image")
@@ -309,6 +314,16 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
     shown = record.text | {key: MARKS.sub(placeholder, value) for key, value in texts_shown.items()}
     shown["images"] = "; ".join(f"{Path(ref.path).name}: {ref.tokens} tokens" for ref in refs)
     return replace(record, text=shown, columns=columns)
+
+
+def _written_at(ids: Sequence[int], at: Sequence[int], image: Loaded) -> tuple[int, int]:
+    """Return where the tokens of an image start and stop, with its marks of rows and ends; `at`: placeholders."""
+    ref, expansion = image
+    start = at[0] - expansion.ids.index(ref.token_id)
+    stop = start + len(expansion.ids)
+    if start >= 0 and tuple(ids[start:stop]) == expansion.ids:
+        return start, stop
+    return at[0], at[ref.tokens - 1] + 1  # its outer marks are parts of tokens of the text
 
 
 def _unmarked(value: Any, placeholder: str) -> Any:

@@ -34,6 +34,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.expert_lora import add_expert_adapters
 from upweight.models.kernels.fused_layers import fuse_layers
+from upweight.models.kernels.grouped_experts import group_experts
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
 from upweight.models.patches import add_adapters_in_place, end_shard_group, fuse_rotary, rope_row_lengths
 from upweight.models.processor import ImageReader
@@ -74,6 +75,7 @@ class Engine:
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         _install_forward(base)
         add_adapters_in_place(model)
+        group_experts(model)
         add_expert_adapters(model)
         fuse_layers(model)
         fuse_rotary(model)

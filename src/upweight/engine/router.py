@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 LOSS_FUNCTION = "load_balancing_loss_func"  # of transformers' files of mixtures, which all hold a copy of it
+_TOGETHER = 1 << 24  # logits of routers that are read at once
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
@@ -45,17 +46,28 @@ def router_loss_of(base: PreTrainedModel) -> RouterLoss | None:
 
 def router_statistics(logits: Sequence[Tensor], weight_N: Tensor, top_k: int) -> dict[str, Tensor]:
     """Return sums over a row's tokens, each counted `weight_N` times, by layer and expert, from the routers' logits."""
-    loads, probs, entropies = [], [], []
-    for layer_NX in logits:
-        log_prob_NX = layer_NX.float().flatten(0, -2).log_softmax(-1)
-        prob_NX = log_prob_NX.exp()
-        chosen_NK = prob_NX.detach().topk(top_k, dim=-1).indices
-        load_X = weight_N.new_zeros(prob_NX.shape[1])
-        loads.append(load_X.index_add_(0, chosen_NK.flatten(), weight_N.repeat_interleave(top_k)))
-        probs.append(weight_N @ prob_NX)
-        entropies.append(-(weight_N @ (prob_NX * log_prob_NX).detach().sum(-1)))
-    named = {"router_load_LX": loads, "router_prob_LX": probs, "router_entropy_L": entropies}
-    return {name: torch.stack(values) for name, values in named.items()}
+    # Several layers at once, since short rows take as long as their launches; not all, since long rows need room.
+    together = max(1, _TOGETHER // max(1, logits[0].numel()))
+    groups = [logits[start : start + together] for start in range(0, len(logits), together)]
+    parts = [_layer_statistics(torch.stack(list(group)).flatten(1, -2), weight_N, top_k) for group in groups]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _layer_statistics(logits_LNX: Tensor, weight_N: Tensor, top_k: int) -> dict[str, Tensor]:
+    layers, _, experts = logits_LNX.shape
+    log_prob_LNX = logits_LNX.float().log_softmax(-1)
+    prob_LNX = log_prob_LNX.exp()
+    chosen_LNK = prob_LNX.detach().topk(top_k, dim=-1).indices
+    chosen_LNK += experts * torch.arange(layers, device=chosen_LNK.device)[:, None, None]
+    load_LX = weight_N.new_zeros(layers * experts)
+    load_LX.index_add_(0, chosen_LNK.flatten(), weight_N[:, None].expand(chosen_LNK.shape).flatten())
+    entropy_LN = -(prob_LNX * log_prob_LNX).detach().sum(-1)
+    return {
+        "router_load_LX": load_LX.view(layers, experts),
+        # Not a matrix product, which might be rounded as TF32.
+        "router_prob_LX": (weight_N[:, None] * prob_LNX).sum(1),
+        "router_entropy_L": (weight_N * entropy_LN).sum(1),
+    }
 
 
 def balance_loss(load_LX: Tensor, prob_LX: Tensor, tokens: Tensor) -> Tensor:

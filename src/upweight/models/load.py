@@ -182,6 +182,8 @@ def load_model(
         del model.hf_quantizer  # the weights are plain ones, and with it `save_pretrained` takes no gathered ones
         model.is_quantized = False
     _check_missing(report, source, head, model.base_model_prefix, logs=not head_follows)
+    if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit) and not adapter.pack_experts:
+        _log_plain_experts(model)
     keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
@@ -289,7 +291,20 @@ def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | No
     chosen = getattr(transformers, name, None)
     if chosen is None:
         raise UserError(f"model_type: transformers has no class {name!r}; this method trains {AUTO_CLASSES[head]}")
+    reads = getattr(chosen, "config_class", None)  # classes that choose by the config (AutoModel...) have none
+    if config is not None and reads is not None and not isinstance(config, reads):
+        raise UserError(
+            f"model_type: {name} does not load {section.base_model!r}, which is a {config.model_type} model. Leave the "
+            "key out: the class is then chosen by the model's config"
+        )
     return chosen
+
+
+def model_without_weights(section: ModelSection, head: Head, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model with weights that have a shape and no values."""
+    chosen = model_class(section, head, config)
+    with torch.device("meta"):  # a class that `model_type` names has no `from_config`, as only AutoModel... has it
+        return chosen._from_config(config) if issubclass(chosen, PreTrainedModel) else chosen.from_config(config)
 
 
 def _quantization_args(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
@@ -316,6 +331,14 @@ def _expert_packing(adapter: AdapterSection | None) -> AbstractContextManager[No
     from upweight.models.adapters.packed_experts import packing_experts  # which imports bitsandbytes
 
     return packing_experts()
+
+
+def _log_plain_experts(model: PreTrainedModel) -> None:
+    """Log that the experts of a mixture are not quantised, which are most of its weights."""
+    experts = [weight for name, weight in model.named_parameters() if weight.dim() == 3 and "expert" in name]
+    if experts:
+        size, dtype = sum(weight.nbytes for weight in experts) / 2**30, str(experts[0].dtype).removeprefix("torch.")
+        logger.info("the experts stay in %s, %.1f GiB; with quantize_moe_experts they are in 4 bits too", dtype, size)
 
 
 def _check_missing(report: dict[str, Any], source: str, head: Head, body: str, *, logs: bool) -> None:

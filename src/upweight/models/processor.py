@@ -5,7 +5,6 @@ A processor travels with its tokenizer, as it does in a model's folder: whatever
 
 import hashlib
 import importlib.util
-import io
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -18,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
+from upweight.image_files import MISSING_PILLOW, open_image
 from upweight.log import warn_once
 from upweight.models.load import hub_options, load_failures, resolve_source
 from upweight.models.vision import Inputs, joined_inputs, token_types, vision_family
@@ -28,7 +28,6 @@ PIXEL_CACHE_BYTES = 1 << 28
 CACHED_SIZES = 4096
 BLANK_SIZE, BLANK_COLOUR = (64, 64), (127, 80, 40)  # some towers leave out tiles that are zero everywhere
 PROCESSOR_FILE = "processor_config.json"
-MISSING_PILLOW = "Pillow is not installed: pip install pillow"
 
 
 class Expansion(NamedTuple):
@@ -80,7 +79,11 @@ class ImageReader:
     def _expansion(self, width: int, height: int) -> Expansion:
         from PIL import Image
 
-        out = self._process(Image.new("RGB", (width, height), BLANK_COLOUR))
+        try:
+            out = self._process(Image.new("RGB", (width, height), BLANK_COLOUR))
+        except (ValueError, ArithmeticError) as error:  # of an image that is too wide, say
+            name = type(self.processor).__name__
+            raise ValueError(f"{name} takes no image of {width} x {height} pixels: {error}") from error
         ids = out["input_ids"][0].tolist()
         grid = out["image_grid_thw"][0].tolist() if self.family.has_grid else None
         tokenizer = self.processor.tokenizer
@@ -148,19 +151,6 @@ class ImageReader:
 
 def _size(inputs: Inputs) -> int:
     return sum(value.numel() * value.element_size() for value in inputs.values())
-
-
-def open_image(content: bytes) -> Any:
-    """Return an image in RGB from the bytes of its file, as seen by a person; raise a ValueError if it is broken."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise UserError(MISSING_PILLOW) from error
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
 
 
 def image_reader(tokenizer: Any) -> ImageReader | None:

@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tiny_models import gradients, relative_difference, tiny
-from upweight.models.kernels import expert_lora
 from upweight.models.kernels.expert_lora import add_expert_adapters
+from upweight.models.kernels.grouped_experts import group_experts
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -28,6 +28,7 @@ def outputs(model):
 def test_grouped_products_equal_pefts_copy(kind, parameters, monkeypatch):
     model = adapted(kind, parameters)
     plain, plain_gradients = outputs(model)
+    group_experts(model)
     add_expert_adapters(model)
     copies = []
     monkeypatch.setattr("peft.tuners.lora.layer.ParamWrapper._activate_lora", lambda *_: copies.append(1))
@@ -40,9 +41,11 @@ def test_grouped_products_equal_pefts_copy(kind, parameters, monkeypatch):
 def test_other_cases_run_pefts_forward():
     model = adapted("qwen3_moe", rank=3)  # which grouped products cannot take
     plain = outputs(model)
+    group_experts(model)
     add_expert_adapters(model)
     assert torch.equal(outputs(model)[0], plain[0])
     model = adapted("qwen3_moe")
+    group_experts(model)
     add_expert_adapters(model)
     with torch.no_grad(), model.disable_adapter():
         off = model(input_ids=torch.arange(3, 9)[None]).logits
@@ -52,7 +55,3 @@ def test_other_cases_run_pefts_forward():
         before = model(input_ids=torch.arange(3, 9)[None]).logits
         merged = model.merge_and_unload()(input_ids=torch.arange(3, 9)[None]).logits
     torch.testing.assert_close(merged, before, atol=2e-4, rtol=1e-4)
-
-
-def test_the_function_of_transformers_is_still_there():
-    assert expert_lora._grouped_mm is not None

@@ -15,7 +15,8 @@ from PIL import Image
 from made_vllm import FakeVllm
 from tiny_vision import drawn_image, processor, vision_model
 from upweight.errors import UserError
-from upweight.models.processor import attach_processor, image_reader, open_image
+from upweight.image_files import open_image
+from upweight.models.processor import attach_processor, image_reader
 from upweight.models.vision import freeze_vision
 from upweight.rollout.vllm.file_transfer import AdapterTransport, WeightTransport, transport_for
 from upweight.rollout.vllm.images import GENERATE, ImagePrompts, data_uri
@@ -74,7 +75,8 @@ def test_what_vllm_would_decode_in_another_way_is_sent_as_training_reads_it():
     grey = drawn_image(1).convert("LA")
     turned = Image.Exif()
     turned[0x0112] = 6
-    for image, options in ((grey, {}), (drawn_image(2), {"exif": turned})):
+    holed = {"transparency": drawn_image(2).getpixel((0, 0))}
+    for image, options in ((grey, {}), (drawn_image(2), {"exif": turned}), (drawn_image(2), holed)):
         buffer = io.BytesIO()
         image.save(buffer, "PNG", **options)
         sent = base64.b64decode(data_uri(buffer.getvalue()).partition(",")[2])

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from upweight.errors import UserError
-from upweight.models.processor import ImageReader, open_image
+from upweight.image_files import open_image
+from upweight.models.processor import ImageReader
 from upweight.models.vision import token_types
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import difference, probe_fields
@@ -135,10 +136,8 @@ def data_uri(content: bytes) -> str:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
-        kind, plain = (
-            str(image.format),
-            image.mode == "RGB" and not image.getexif() and image.format in SENT_AS_THEY_ARE,
-        )
+        kind, opaque = str(image.format), image.mode == "RGB" and not image.has_transparency_data
+        plain = opaque and not image.getexif() and image.format in SENT_AS_THEY_ARE
     if not plain:
         buffer = io.BytesIO()
         open_image(content).save(buffer, "PNG", compress_level=1)

@@ -6,14 +6,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from upweight.errors import UserError
+from upweight.image_files import open_image
+
 SIDE = 192  # pixels of the longer side on the page
 MOST_PICTURES = 100
 MOST_BYTES = 64 << 20  # of a file that is read
 
 
-def picture_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the images of a completion's row: their files by their digests."""
-    images = row.get("images")
+def picture_names(row: Mapping[str, Any], column: str = "images") -> dict[str, str]:
+    """Return the images of a completion's row, or of another column: their files by their digests."""
+    images = row.get(column)
     refs = [one for one in images if isinstance(one, Mapping)] if isinstance(images, list) else []
     return {ref["digest"]: ref["path"] for ref in refs if isinstance(ref.get("digest"), str) and ref.get("path")}
 
@@ -38,18 +41,13 @@ class Pictures:
 
 def _small(file: Path) -> str | None:
     """Return an image as a data URI. It is decoded and written anew, so nothing but a picture reaches the page."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return None
+    out = io.BytesIO()
     try:
         if file.stat().st_size > MOST_BYTES:
             return None
-        with Image.open(file) as image:
-            made = image.convert("RGB")
-            made.thumbnail((SIDE, SIDE))
-            out = io.BytesIO()
-            made.save(out, "JPEG", quality=80)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        made = open_image(file.read_bytes())
+        made.thumbnail((SIDE, SIDE))
+        made.save(out, "JPEG", quality=80)
+    except (OSError, ValueError, UserError):  # the last without Pillow
         return None
     return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"

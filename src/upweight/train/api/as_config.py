@@ -81,7 +81,7 @@ def build_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = Non
     values["sharding"] |= {"fsdp": bool(args.fsdp), "low_memory_loading": args.deepspeed is not None, **wrapping}
     values["choice"] = CHOICES.get(args.method_class.name, {"rl": args.method_class.name})
     values["model"] |= _model_settings(args, objects, name)
-    values["adapter"] |= _adapter_settings(objects)
+    values["adapter"] |= _adapter_settings(args, objects)
     funcs, factory = objects.reward_funcs, objects.environment_factory
     rewards = funcs if isinstance(funcs, list | tuple) else [] if funcs is None else [funcs]
     names = [reward if isinstance(reward, str) else str(_name_of(reward)) for reward in rewards]
@@ -186,7 +186,7 @@ def _model_settings(args: Any, objects: Objects, name: str | None) -> dict[str, 
     }
 
 
-def _adapter_settings(objects: Objects) -> dict[str, Any]:
+def _adapter_settings(args: Any, objects: Objects) -> dict[str, Any]:
     peft_config: Any = objects.peft_config
     if peft_config is None and isinstance(objects.model, PeftModel):
         peft_config = objects.model.active_peft_config
@@ -199,6 +199,10 @@ def _adapter_settings(objects: Objects) -> dict[str, Any]:
         kept = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
         options = {key: value for key, value in packed.to_dict().items() if key in kept or key.startswith("llm_int8")}
         settings |= {"load_in_4bit": packed.load_in_4bit, "load_in_8bit": packed.load_in_8bit, "quantisation": options}
+        settings["pack_experts"] = args.quantize_moe_experts
+    elif args.quantize_moe_experts and objects is not YAML_ONLY:
+        remedy = "Pass the trainer the model's name and 'quantization_config=BitsAndBytesConfig(load_in_4bit=True)'"
+        raise UserError(f"quantize_moe_experts: experts are quantised while a model is loaded in 4 bits. {remedy}.")
     return settings
 
 

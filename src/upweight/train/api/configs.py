@@ -33,6 +33,7 @@ ROWS = "train_dataset"  # stands for the path of a script's rows in rules
 UNLIMITED = 2**31 - 1  # tokens
 LOADING = "Arguments of `from_pretrained`, for a model given by name."
 MIX_WEIGHTS = "Weights of the datasets of a `train_dataset` that is a mapping, by their names."
+PACKED_EXPERTS = "With a `quantization_config` of 4 bits, quantise the routed experts of a mixture too."
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
@@ -131,6 +132,7 @@ class MethodArguments(TrainingArguments):
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
     router_aux_loss_coef: float | None = field_for(OptimSection, "router_aux_loss_coef")
+    quantize_moe_experts: bool = with_help(False, PACKED_EXPERTS)
     use_liger_kernel: bool = no_effect(False, FUSED_HEAD)
     padding_free: bool = no_effect(False, PACKED)
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)

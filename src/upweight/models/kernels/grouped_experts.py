@@ -1,0 +1,233 @@
+"""The experts of a layer as grouped products, with fewer passes over pairs of token and expert than in transformers.
+
+There are as many pairs as tokens times the experts of a token, so each pass over their rows costs. Gradients are
+gathered by the inverse order and summed, not added one by one (`index_put`), and the weight of an expert is multiplied
+with the gate, where rows are narrow, before the second product.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations import moe
+
+from upweight.models.kernels.packed_product import is_packed, packed_product
+from upweight.models.modules import wrap_forward
+
+_grouped_mm = getattr(moe, "_grouped_mm", None)  # of transformers: (rows sorted by expert, weights, ends of the groups)
+_DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)  # act(gate) * up for the two halves of a row
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+UNUSUAL = ("has_post_expert_norm", "_is_expert_parallel")  # which experts of older transformers cannot be
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")  # by which transformers describes what it can group
+
+
+class LowRank(NamedTuple):
+    """The factors of one expert weight's adapter, for x @ down @ up."""
+
+    down_XDR: Tensor
+    up_XRD: Tensor
+    scaling: float
+
+
+class Routes(NamedTuple):
+    """The pairs of token and expert, sorted by expert."""
+
+    expert_S: Tensor
+    order_S: Tensor  # the place of a sorted pair among those of the tokens
+    token_S: Tensor
+    inverse_S: Tensor  # where a token's pairs lie
+    ends_X: Tensor  # of each expert's pairs
+
+
+def group_experts(model: nn.Module) -> None:
+    """Run the experts of a model here, wherever transformers runs them as grouped products."""
+    for module in model.modules():
+        if is_groupable(module):
+            wrap_forward(module, _experts_forward)
+
+
+def is_groupable(module: Any) -> bool:
+    """Return whether a module holds the experts of a layer in the form that grouped products need."""
+    described = all(hasattr(module, flag) for flag in _FLAGS) and not any(getattr(module, name, 0) for name in UNUSUAL)
+    return _grouped_mm is not None and described and WEIGHTS[-1] in module._parameters
+
+
+def runs_grouped(experts: Any) -> bool:
+    """Return whether transformers runs these experts as grouped products."""
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+
+
+def _experts_forward(self: nn.Module, hidden_ND: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # A compiler fuses the passes of the stock forward itself; PEFT's forward adds adapters by a parametrisation.
+    unusual = kwargs or len(args) != 2 or torch.compiler.is_compiling() or getattr(self, "parametrizations", None)
+    if unusual or not runs_grouped(self):
+        return vars(self)["_stock_forward"](hidden_ND, *args, **kwargs)
+    return run_experts(self, {}, hidden_ND, *args)
+
+
+def run_experts(
+    experts: Any, adapters: Mapping[str, LowRank], hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor
+) -> Tensor:
+    """Return the outputs of experts with the adapters of their weights, summed over those of a token."""
+    routes = sorted_routes(index_NK, experts.num_experts)
+
+    def project(x_SD: Tensor, name: str) -> Tensor:
+        out_SD = _base_product(x_SD, getattr(experts, name), routes.ends_X, experts.is_transposed)
+        if name in adapters:
+            down_XDR, up_XRD, scaling = adapters[name]
+            narrow_SR = grouped_product(x_SD, down_XDR, routes.ends_X) * scaling
+            out_SD = out_SD + grouped_product(narrow_SR, up_XRD, routes.ends_X)
+        return out_SD + getattr(experts, f"{name}_bias")[routes.expert_S.int()] if experts.has_bias else out_SD
+
+    inner_SF = project(
+        _taken_rows(hidden_ND, routes, index_NK.shape[1]), WEIGHTS[0] if experts.has_gate else WEIGHTS[1]
+    )
+    if _has_plain_gate(experts):
+        out_SD = project(_weighted_gate(inner_SF, weight_NK, routes), WEIGHTS[2])
+    else:
+        inner_SF = experts._apply_gate(inner_SF) if experts.has_gate else experts.act_fn(inner_SF)
+        out_SD = project(inner_SF, WEIGHTS[2]) * _sorted_weights(weight_NK, routes)[:, None]
+    return _summed_rows(out_SD, routes, index_NK.shape[1]).to(hidden_ND.dtype)
+
+
+def sorted_routes(index_NK: Tensor, experts: int) -> Routes:
+    """Return the pairs of token and expert in the order of experts."""
+    short, device = torch.int16, index_NK.device  # a GPU sorts by passes over the bits of a number
+    expert_S, order_S = torch.sort(index_NK.reshape(-1).to(short), stable=True)
+    number_X = torch.arange(experts, dtype=short, device=device)
+    ends_X = torch.searchsorted(expert_S, number_X, right=True, out_int32=True)
+    inverse_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=device))
+    return Routes(expert_S, order_S, order_S // index_NK.shape[1], inverse_S, ends_X)
+
+
+def grouped_product(x_SD: Tensor, weight_XDF: Tensor, ends_X: Tensor) -> Tensor:
+    """Return the product of each row with the weight of its group."""
+    assert _grouped_mm is not None
+    return _grouped_mm(x_SD, weight_XDF, ends_X)
+
+
+def _base_product(x_SD: Tensor, weight_X: Tensor, ends_X: Tensor, is_transposed: bool) -> Tensor:
+    if is_packed(weight_X):
+        return packed_product(grouped_product, x_SD, weight_X, ends_X, is_transposed=is_transposed)
+    return grouped_product(x_SD, weight_X if is_transposed else weight_X.transpose(-2, -1), ends_X)
+
+
+def _has_plain_gate(experts: Any) -> bool:
+    """Return whether rows are silu(gate) * up and nothing is added to them, so that weights may come before it."""
+    default = experts.has_gate and getattr(type(experts), "_apply_gate", None) is _DEFAULT_GATE is not None
+    return default and isinstance(experts.act_fn, _SILU) and not experts.has_bias
+
+
+def _taken_rows(hidden_ND: Tensor, routes: Routes, top_k: int) -> Tensor:
+    """Return the hidden states of each pair."""
+    if _is_plain():
+        return hidden_ND.index_select(0, routes.token_S)
+    return _TakenRows.apply(hidden_ND, routes.token_S, routes.inverse_S, top_k)
+
+
+def _summed_rows(out_SD: Tensor, routes: Routes, top_k: int) -> Tensor:
+    """Return the sum of each token's pairs."""
+    if _is_plain():
+        return _sum_by_token(out_SD, routes.inverse_S, top_k)
+    return _SummedRows.apply(out_SD, routes.token_S, routes.inverse_S, top_k)
+
+
+def _sorted_weights(weight_NK: Tensor, routes: Routes) -> Tensor:
+    """Return the weight of each pair."""
+    flat_S = weight_NK.reshape(-1, 1)
+    if _is_plain():
+        return flat_S.index_select(0, routes.order_S)[:, 0]
+    return _TakenRows.apply(flat_S, routes.order_S, routes.inverse_S, 1)[:, 0]
+
+
+def _weighted_gate(both_SF: Tensor, weight_NK: Tensor, routes: Routes) -> Tensor:
+    """Return silu(gate) * up * weight for rows of gate and up."""
+    weight_S = _sorted_weights(weight_NK, routes)
+    if _is_plain():
+        return _run_fused(_silu_product, both_SF, weight_S)
+    return _WeightedGate.apply(both_SF, weight_S)
+
+
+def _is_plain() -> bool:
+    """Return whether no backward of ours is needed, or a compiler writes it."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
+
+
+def _sum_by_token(row_SD: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
+    return row_SD.index_select(0, inverse_S).view(-1, top_k, row_SD.shape[1]).sum(1)
+
+
+class _TakenRows(torch.autograd.Function):
+    """Rows by number, where each is taken `top_k` times; `inverse_S` says where."""
+
+    @staticmethod
+    def forward(ctx: Any, row_ND: Tensor, number_S: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(inverse_S)
+        ctx.top_k = top_k
+        return row_ND.index_select(0, number_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (inverse_S,) = ctx.saved_tensors
+        return _sum_by_token(grads[0], inverse_S, ctx.top_k), None, None, None
+
+
+class _SummedRows(torch.autograd.Function):
+    """The sum of the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, row_SD: Tensor, token_S: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(token_S)
+        return _sum_by_token(row_SD, inverse_S, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None, None
+
+
+class _WeightedGate(torch.autograd.Function):
+    """silu(gate) * up * weight, which keeps only its inputs for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, both_SF: Tensor, weight_S: Tensor) -> Tensor:
+        ctx.save_for_backward(both_SF, weight_S)
+        return _run_fused(_silu_product, both_SF, weight_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _run_fused(_silu_gradients, grads[0], *ctx.saved_tensors)
+
+
+def _silu_product(both_SF: Tensor, weight_S: Tensor) -> Tensor:
+    gate, up = _wide(both_SF).chunk(2, -1)
+    return (F.silu(gate) * up * weight_S[:, None]).to(both_SF.dtype)
+
+
+def _silu_gradients(grad_SF: Tensor, both_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = _wide(both_SF).chunk(2, -1)
+    share, grad = torch.sigmoid(gate), _wide(grad_SF)
+    silu = gate * share
+    on_weight_S = (grad * silu * up).sum(-1)
+    grad = grad * weight_S[:, None]
+    on_gate = grad * up * (share * (1 + gate * (1 - share)))
+    return torch.cat([on_gate, grad * silu], -1).to(both_SF.dtype), on_weight_S.to(weight_S.dtype)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _run_fused(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Call a function of rows; on a GPU as one kernel, which cannot be compiled while a graph is captured."""
+    eager = torch.compiler.is_compiling() or not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing()
+    return (function if eager else _compiled(function))(*tensors)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,101 @@
+"""Experts as grouped products against the forward of transformers."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiny_models import gradients, relative_difference, tiny
+from upweight.models.kernels import grouped_experts
+from upweight.models.kernels.grouped_experts import group_experts
+
+KINDS = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "deepseek_v3"]
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def outputs(model, rows=2, length=9):
+    ids = torch.randint(3, 80, (rows, length), generator=torch.Generator().manual_seed(2))
+    logits = model(input_ids=ids).logits
+    return logits.detach(), gradients(model, logits.log_softmax(-1)[..., 5].sum())
+
+
+def experts_of(model):
+    return [module for module in model.modules() if grouped_experts.is_groupable(module)]
+
+
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_transformers(kind, length):
+    model = tiny(kind, num_hidden_layers=2)
+    plain, plain_gradients = outputs(model, length=length)
+    group_experts(model)
+    assert all("_stock_forward" in vars(module) for module in experts_of(model))
+    assert experts_of(model)
+    ours, our_gradients = outputs(model, length=length)
+    torch.testing.assert_close(ours, plain, atol=2e-4, rtol=1e-4)
+    assert relative_difference(our_gradients, plain_gradients) < 1e-5
+    with torch.no_grad():
+        torch.testing.assert_close(outputs_without_gradients(model, length), ours, atol=2e-4, rtol=1e-4)
+
+
+def outputs_without_gradients(model, length):
+    ids = torch.randint(3, 80, (2, length), generator=torch.Generator().manual_seed(2))
+    return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", ["one", "two", "all"])
+def test_experts_without_tokens(chosen, dtype):
+    module = experts_of(tiny("qwen3_moe", num_hidden_layers=1))[0].to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 32, generator=generator).to(dtype).requires_grad_()
+    weights = torch.rand(7, 2, generator=generator).to(dtype).requires_grad_()
+    index = {"one": [3, 3], "two": [2, 0]}.get(chosen)
+    index = torch.tensor([index] * 7) if index else torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    inputs = [hidden, weights, *module.parameters()]
+
+    def run():
+        out = module(hidden, index, weights)
+        return [out, *torch.autograd.grad(out.float().pow(2).sum(), inputs)]
+
+    stock = run()
+    group_experts(module)
+    for ours, theirs in zip(run(), stock, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * theirs.norm()
+
+
+def test_no_gradient_is_added_up_pair_by_pair():
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    counts = []
+    for setup in (lambda _: None, group_experts):
+        setup(model)
+        with Operators() as seen:
+            outputs(model)
+        counts.append([name for name in seen.names if name in ("index_put", "index_put_", "_index_put_impl_")])
+    assert len(counts[1]) < len(counts[0]) - 4
+
+
+def test_other_implementations_run_as_they_are():
+    model = tiny("qwen3_moe", num_hidden_layers=1)
+    model.set_experts_implementation("eager")
+    plain = outputs(model)[0]
+    group_experts(model)
+    assert torch.equal(outputs(model)[0], plain)
+
+
+def test_what_is_used_of_transformers_is_still_there():
+    assert grouped_experts._grouped_mm is not None
+    assert grouped_experts._DEFAULT_GATE is not None
+    assert all(map(grouped_experts._has_plain_gate, experts_of(tiny("qwen3_moe", num_hidden_layers=1))))
+    assert not any(map(grouped_experts._has_plain_gate, experts_of(tiny("gpt_oss", num_hidden_layers=1))))
