@@ -45,7 +45,7 @@ from upweight.train.reference import LoadModel, Precompute
 LoadTeachers = Callable[[nn.Module, Engine, Callable[[nn.Module], Engine]], Teachers]
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
-LEAN_BUDGET = 8192  # larger rows take more memory and gain little speed
+LEAN_BUDGET = 10_240  # larger rows take more memory and gain little speed
 
 
 @dataclass(frozen=True)
