@@ -1,10 +1,11 @@
 """Training steps on one GPU beside Unsloth's, one JSON line a case: `UNSLOTH_PYTHON=... python -m bench.gpu_unsloth`.
 
 Random weights of Qwen2.5's shapes in bfloat16 or in 4 bits, rank 16 on every linear layer, in each mode of `memory`.
-Both sides run as processes of their own, in turn: SFT and DPO on the same tokens; GRPO on completions that each side
-samples of the same prompts, all of the same length. A line has seconds, peaks and the tokens that each side's step gave
-the model; ours shares the tokens of common beginnings, so they are fewer. UNSLOTH_PYTHON names the Python of the
-environment that has Unsloth, whose versions of other libraries are its own.
+All sides run as processes of their own, step by step in turn, and give their memory back while they wait: SFT and DPO
+on the same tokens; GRPO on completions that each side samples of the same prompts, all of the same length. A line has
+seconds, peaks and the tokens that each side's step gave the model; ours shares the tokens of common beginnings, so they
+are fewer. UNSLOTH_PYTHON names the Python of the environment that has Unsloth, whose versions of other libraries are
+its own.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,30 +74,30 @@ def unsloth_python() -> str | None:
     return python if subprocess.run([python, "-c", find], check=False).returncode == 0 else None
 
 
-def measure(case: str, size: str, options: argparse.Namespace, *, quantised: bool) -> Iterator[dict[str, Any]]:
-    """A line for our step in each mode and for Unsloth's where it is installed, and one with all of them."""
+def measure(case: str, size: str, options: argparse.Namespace, *, quantised: bool) -> dict[str, Any]:
+    """Our step in each mode and Unsloth's, by turns; only ours where it is not installed."""
     python = unsloth_python()
     work = work_of(case, size, quantised=quantised)
     line: dict[str, Any] = {"name": f"unsloth_{case}", "size": size, "adapter": "qlora" if quantised else "lora"}
     line |= tokens_of(work) | ({} if python else {"unsloth": MISSING})
-    about = {key: line[key] for key in ("name", "size", "adapter")}
+    modes = options.mode or MODES
+    sides: dict[str, Side] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name in (*(options.mode or MODES), *(["unsloth"] if python else [])):
+        for name in (*modes, *(["unsloth"] if python else [])):
             folder = Path(temporary) / name
             folder.mkdir()
             (folder / "work.json").write_text(json.dumps(work | {"memory": name}))
             theirs = [python, ROOT / "bench" / "peers" / "unsloth_gpu_step.py", folder]
             ours = [sys.executable, "-m", "bench.gpu_ours", folder]
-            side = Side(theirs if name == "unsloth" else ours, folder / "log")
-            try:
-                answers = in_turn({name: side}, options.steps)  # one at a time: each has all of the memory
-            finally:
+            sides[name] = Side(theirs if name == "unsloth" else ours, folder / "log")
+        try:
+            line |= in_turn(sides, options.steps)
+        finally:
+            for side in sides.values():
                 side.end()
-            line |= answers
-            yield about | {"side": name} | answers
-    seconds = {mode: line[f"{mode}_s"] for mode in MODES if f"{mode}_s" in line}
-    ratios = {f"{mode}_ratio": line["unsloth_s"] / s for mode, s in seconds.items()} if "unsloth_s" in line else {}
-    yield line | ratios
+    if "unsloth_s" in line:
+        line |= {f"{mode}_ratio": line["unsloth_s"] / line[f"{mode}_s"] for mode in modes if f"{mode}_s" in line}
+    return line
 
 
 def main() -> None:
@@ -116,8 +117,9 @@ def main() -> None:
             continue
         for size in options.size or SHAPES:
             for adapter in options.adapter or ("lora", "qlora"):
-                for line in measure(case, size, options, quantised=adapter == "qlora"):
-                    print(json.dumps(line), flush=True)
+                line = measure(case, size, options, quantised=adapter == "qlora")
+                rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+                print(json.dumps(rounded), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ from upweight.data.raw_row import RowError
 from upweight.data.sources.first_look import NEEDED, data_problems, missing_columns
 from upweight.errors import UserError
 
-KEYS = {"pairs": {"rl": "dpo"}, "steps": {"process_reward_model": True}, "text": {}, "prompts": {"rl": "grpo"}}
+KEYS = {
+    "labelled": {"rl": "kto"},
+    "pairs": {"rl": "dpo"},
+    "steps": {"process_reward_model": True},
+    "text": {},
+    "prompts": {"rl": "grpo"},
+}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,25 @@ def test_labels_in_words_are_an_error_of_validate_and_of_preparation(run, tmp_pa
     with pytest.raises(UserError, match=r"row 0 .*'thumbs': expected true or false, got 'up'; `upw") as error:
         run(rows, rl="kto", datasets=[entry], chat_template="chatml")
     assert "field_label" not in str(error.value)
+
+
+def test_an_empty_cell_is_named_with_the_filter_that_leaves_it_out(run):
+    rows = [{"question": asked, "good": "So.", "bad": "No."} for asked in ("Why?", "")]
+    form = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad"}
+    with pytest.raises(UserError, match=r"Its 'question' is empty: `filter: filters\.keep`") as error:
+        run(
+            rows, rl="dpo", datasets=[{"path": "rows.jsonl", "type": form, "as_messages": True}], chat_template="chatml"
+        )
+    assert "other names" not in str(error.value)
+
+
+def test_own_columns_of_a_chat_template_are_mapped(run):
+    rows = [{"Question": "Why?", "Reply": "So."}] * 2
+    mapping = (
+        r"in place of `type: chat_template`: `type: \{field_instruction: Question, field_output: Reply\}` and `as_m"
+    )
+    with pytest.raises(UserError, match=mapping):
+        run(rows, rl=None, datasets=[{"path": "rows.jsonl", "type": "chat_template"}], chat_template="chatml")
 
 
 def test_messages_in_columns_of_other_names(run, tmp_path):

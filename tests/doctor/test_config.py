@@ -66,6 +66,12 @@ def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_fo
     assert checked["data"].level == "warning"
     assert "dropped" in checked["data"].says
     assert "sequence_len" in checked["data"].remedy
+    (tmp_path / "filters.py").write_text(
+        "from itertools import count\n\nnumbers = count()\n\n\ndef keep(row):\n    return next(numbers) % 2 == 0\n"
+    )
+    filtered = found(write_config(tmp_path, model_folder), "datasets.0.filter=filters.keep")["data"]
+    assert (filtered.level, filtered.remedy) == ("note", "")  # its user has chosen so
+    assert "left out by the filter" in filtered.says
     too_long = found(write_online(tmp_path, model_folder), "trl.max_completion_length=250")["lengths"]
     assert too_long.level == "alarm"
     assert "256 positions" in too_long.says

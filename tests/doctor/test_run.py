@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_every_sickness_that_is_recorded_is_named(name, healthy, sick, tmp_path)
     assert str(found[name].evidence["step"]) in found[name].says
 
 
-def test_how_a_run_ended_is_said(tmp_path):
+def test_how_a_run_ended_is_said(tmp_path, monkeypatch):
     rows = run_of({**HEALTHY, "reward": learning}, steps=30)
 
     def said(**record):
@@ -128,6 +129,10 @@ def test_how_a_run_ended_is_said(tmp_path):
     level, says, remedy = said(**here, pid=gone.pid)
     assert (level, says) == ("alarm", "was ended from outside at step 30 of 90")
     assert "-9" in remedy
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
+    level, says, remedy = said(**here, pid=gone.pid)
+    assert says == "ended at step 30 of 90 and could not record why"
+    assert "its disk is full (3 MiB free): make room; there is no whole checkpoint" in remedy
     level, says, remedy = said(state="stopped")
     assert (level, says) == ("warning", "was stopped at step 30 of 90")
     assert "no whole checkpoint" in remedy

@@ -18,6 +18,7 @@ from upweight.models.memory import (
     sampler_bytes,
     shape_of,
     total_memory,
+    usable,
     weight_bytes,
 )
 
@@ -53,6 +54,59 @@ def test_measured_peaks_with_kept_activations_are_met_within_a_tenth(qwen):
     assert need(qwen, "all", **row).total / GIB == pytest.approx(34, rel=0.1)
 
 
+LEAN = Savings(recompute=True, offload_activations=True, head_chunk=256)
+SEVEN = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seven")
+    Qwen2Config(vocab_size=151_936, num_key_value_heads=4, tie_word_embeddings=False, **SEVEN).save_pretrained(folder)
+    return shape_of(ModelSection(base_model=str(folder)), "tokens")
+
+
+@pytest.mark.parametrize(
+    ("trained", "savings", "tokens", "measured"),
+    [
+        ("lora", LEAN, 24_576, 5.887),
+        ("lora", LEAN, 32_768, 6.773),
+        ("lora", LEAN, 36_096, 7.138),
+        ("lora", RECOMPUTED, 32_000, 9.027),
+        ("lora", RECOMPUTED, 41_472, 10.763),
+        ("lora", Savings(), 1408, 6.325),
+        ("lora", Savings(), 8704, 20.65),
+    ],
+)
+def test_peaks_of_1_5b_are_met_within_a_twentieth(qwen, trained, savings, tokens, measured):
+    """One H200, GRPO steps with AdamW on one row of so many tokens: GiB that `python -m bench.gpu_memory` measured."""
+    right = need(qwen, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
+    assert right.total / GIB == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("trained", "savings", "tokens", "measured"),
+    [
+        ("lora", LEAN, 2432, 15.514),
+        ("lora", LEAN, 18_688, 19.327),
+        ("lora", RECOMPUTED, 12_544, 19.944),
+        ("lora", Savings(), 1280, 20.626),
+        ("qlora", LEAN, 5888, 7.25),
+        ("qlora", LEAN, 23_552, 11.37),
+        ("qlora", RECOMPUTED, 12_288, 10.766),
+        ("qlora", RECOMPUTED, 15_872, 12.223),
+    ],
+)
+def test_peaks_of_7b_are_met_within_a_twentieth(seven, trained, savings, tokens, measured):
+    shape = seven.quantised() if trained == "qlora" else seven
+    right = need(shape, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
+    assert right.total / GIB == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("gib", "fixed", "left"), [(8, 3.0, 6.8686), (16, 14.9, 15.01638), (8, 14.9, 7.0265)])
+def test_driver_libraries_and_fragmentation_have_their_part(gib, fixed, left):
+    assert usable(gib * GIB, fixed * GIB) / GIB == pytest.approx(left)
+
+
 def test_a_gate_of_quantised_layers_keeps_one_product_more(qwen):
     one = (
         need(qwen.quantised(), "qlora", savings=Savings()).activations
@@ -66,6 +120,7 @@ def test_sizes_are_counted_on_the_model(tmp_path):
     model = tiny("llama")
     model.save_pretrained(tmp_path)
     shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
+    assert shape == shape_of(ModelSection(base_model=str(tmp_path), model_class="LlamaForCausalLM"), "tokens")
     assert shape.parameters == sum(weight.numel() for weight in model.parameters())
     one = AdapterSection(kind="lora", rank=3, targets=["q_proj"])
     right = sum(3 * sum(m.weight.shape) for n, m in model.named_modules() if n.endswith("q_proj"))
@@ -89,11 +144,10 @@ def test_every_saving_saves(qwen):
 
 
 def test_the_longest_sequence_fits_and_one_more_half_does_not(qwen):
-    card = 24 * GIB
     fixed = need(qwen, "lora")
-    most = longest(qwen, fixed, card, savings=RECOMPUTED, sequences=2)
-    assert need(qwen, "lora", tokens=2 * most).total <= 0.9 * card
-    assert need(qwen, "lora", tokens=3 * most).total > 0.9 * card
+    most = longest(qwen, fixed, 21 * GIB, savings=RECOMPUTED, sequences=2)
+    assert need(qwen, "lora", tokens=2 * most).total <= 21 * GIB
+    assert need(qwen, "lora", tokens=3 * most).total > 21 * GIB
     assert longest(qwen, need(qwen, "all"), 8 * GIB, savings=RECOMPUTED, sequences=1) == 0
 
 
@@ -131,7 +185,7 @@ def test_a_reference_in_host_memory_and_a_smaller_head_are_counted(qwen):
     assert usual.training - away.training == 2 * qwen.parameters
     lean = need(qwen, "lora", tokens=256, savings=Savings(recompute=True, offload_activations=True, head_chunk=256))
     inputs = 2 * 2 * 1536  # of two layers; those of the others are in host memory
-    assert lean.activations == 256 * 151_936 * 2 * 4 + 256 * inputs
+    assert lean.activations == 256 * 151_936 * 2 * 2 + 256 * inputs
     long = Savings(recompute=True, offload_activations=True)
     assert need(qwen, "lora", savings=long).activations < 0.75 * need(qwen, "lora").activations
 

@@ -17,7 +17,7 @@ from upweight.models.adapters.attach import attach_adapter
 from upweight.models.load import load_model
 from upweight.models.memory import TokenBytes
 from upweight.models.modules import unwrap_peft
-from upweight.train.policy import make_policy
+from upweight.train.policy import CPU_TOKEN_BUDGET, make_policy
 from upweight.train.run import build
 from upweight.train.step import StepRunner
 
@@ -108,7 +108,7 @@ def test_lean_reaches_engine_and_sampler(tmp_path):
     base = unwrap_peft(trainer.model)
     assert base.__dict__["_activation_budget"] is None
     assert all(layer.gradient_checkpointing for layer in base.model.layers)
-    assert (trainer.runner.token_budget, trainer.runner.engine.head_chunk) == (2048, 256)
+    assert (trainer.runner.token_budget, trainer.runner.engine.head_chunk) == (CPU_TOKEN_BUDGET, 256)
     trainer.train()
     assert trainer.rollouts.generator._sampler.bytes() < 64
 

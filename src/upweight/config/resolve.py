@@ -10,7 +10,7 @@ from upweight.config.sections.rollout import IN_PROCESS
 from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 
-LEAN_TOKENS, LEAN_HEAD_TOKENS = 2048, 256  # of a forward, and of its scored tokens whose logits exist at a time
+LEAN_HEAD_TOKENS = 256  # scored tokens of a forward whose logits exist at a time
 FAST_SHARE = 0.8  # of the free memory, for activations that are kept
 
 
@@ -47,7 +47,7 @@ def memory_settings(config: Config) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if optim.memory == "lean":
         options = {} if "keep" in written else {"every_layer": True}
-        settings = {"gradient_checkpointing": True, "token_budget": LEAN_TOKENS, "head_chunk_tokens": LEAN_HEAD_TOKENS}
+        settings = {"gradient_checkpointing": True, "head_chunk_tokens": LEAN_HEAD_TOKENS}
         settings |= {"activation_offloading": True} if whole else {}
         settings |= {"reference_offloading": True} if whole and _has_movable_reference(config) else {}
         in_process = config.method.online and config.rollout.backend == IN_PROCESS

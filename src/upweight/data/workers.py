@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from upweight.config.sections.data import UserFormat
 from upweight.data.chat_rows import has_empty_answer
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
-from upweight.data.columns import ROLES, mapping_advice
+from upweight.data.columns import ROLES, mapping_advice, type_mapping
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
@@ -267,10 +267,23 @@ def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) 
 def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserError:
     """Return the error about a row: dataset, row number, key, what was expected, and the columns of `content`."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
-    if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
+    if isinstance(content, Mapping) and (name := _empty_cell(job, key, content)) is not None:
+        keep = f"def keep(row): return bool(row[{name!r}])"
+        remedy = f"`filter: filters.keep` in the entry leaves such rows out, with `{keep}` in filters.py"
+        columns = f". Its {name!r} is empty: {remedy}"
+    elif isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
+
+
+def _empty_cell(job: EncodeJob, key: str, row: Mapping[str, Any]) -> str | None:
+    """Return the column that is read for a key, if the row has it and nothing in it."""
+    form = job.encoder.setup.entry.type
+    column = getattr(form, f"field_{key}", None) if isinstance(form, UserFormat) else None
+    name = column or key
+    is_empty = name in row and (row[name] is None or (isinstance(row[name], str) and not row[name].strip()))
+    return name if is_empty and job.encoder.transform is None else None
 
 
 def _rename_advice(job: EncodeJob, row: Mapping[str, Any]) -> str:
@@ -280,6 +293,8 @@ def _rename_advice(job: EncodeJob, row: Mapping[str, Any]) -> str:
         return "`rename_column` of the dataset changes the names of columns"
     if job.encoder.setup.entry.type is None and (mapping := mapping_advice(kind, row)) is not None:
         return f"Add to {job.where}: {mapping}"
+    if job.encoder.setup.entry.type == "chat_template" and (mapping := type_mapping(kind, row)) is not None:
+        return f"In {job.where}, in place of `type: chat_template`: `{mapping}` and `as_messages: true`"
     if (key := TEXT_KEYS.get(str(job.encoder.setup.entry.type))) is not None:
         return f"`{key}: NAME` reads a column of another name"
     fields = ", ".join(f"field_{name}: NAME" for name in ROLES.get(kind, ()))

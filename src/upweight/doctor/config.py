@@ -15,6 +15,7 @@ from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
+from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.models.load import load_failures, load_model_config
@@ -104,11 +105,12 @@ def _data(state: CheckState) -> Iterator[Finding]:
     lengths = data.report.lengths
     state.longest_prompt = lengths.get("prompt", {}).get("max", 0)
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):
-        dropped = sum(part.dropped.values())
-        if dropped or part.notes:
+        # What users' own code leaves out, they have chosen.
+        unasked = {why: count for why, count in part.dropped.items() if not why.startswith(LEFT_OUT.format(""))}
+        if part.dropped or part.notes:
             settings = ", ".join(f"{key} {value['100%']}" for key, value in data.report.suggested.items())
-            level = "warning" if dropped > MOST_DROPPED * part.read else "note"
-            yield Finding(level, "data", line, f"to keep all: {settings}" if settings else "")
+            level = "warning" if sum(unasked.values()) > MOST_DROPPED * part.read else "note"
+            yield Finding(level, "data", line, f"to keep all: {settings}" if settings and unasked else "")
     sizes = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
     state.columns = [name for name in data.train[0] if name not in PREPARED_COLUMNS]
     columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""

@@ -1,6 +1,7 @@
 """Checks a run folder: how the run ended, and what the health rules report about its metrics."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ KILLED_ERRORS = (
     "it recorded no reason, as when host memory is full (exit code -9 or 137): look into the system's log; fewer "
     "dataloader_num_workers and no dataset_keep_in_memory need less; then `upweight train CONFIG --resume`"
 )
+FULL = 64 << 20  # bytes free, of a disk on which no checkpoint has room
 
 
 def check_run(folder: Path) -> list[Finding]:
@@ -46,7 +48,13 @@ def check_run(folder: Path) -> list[Finding]:
         for step, path, reason in checkpoints
         if reason is not None
     ]
-    return [_run_state(rows, record, state, whole), *damaged, *_check_rate(folder, record), *_check_health(rows)]
+    ended = _run_state(rows, record, state, whole)
+    if state == "killed" and (free := shutil.disk_usage(folder).free) < FULL:
+        full = f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole)}"
+        ended = replace(
+            ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
+        )
+    return [ended, *damaged, *_check_rate(folder, record), *_check_health(rows)]
 
 
 def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:

@@ -1,8 +1,8 @@
 """Activations in training: recomputed where memory requires it, kept in host memory, or with noise on embeddings."""
 
-import contextlib
 import functools
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +15,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
 from upweight.log import logger
-from upweight.models.memory import HALF_BYTES, KEPT_SHARE, USUAL_OPTIMIZER, TokenBytes, free_memory, training_bytes
+from upweight.models.memory import (
+    HALF_BYTES,
+    HEAD_CHUNK,
+    KEPT_SHARE,
+    LAYERS_IN_FLIGHT,
+    USUAL_OPTIMIZER,
+    TokenBytes,
+    free_memory,
+    training_bytes,
+)
 from upweight.models.modules import backbone_of, unwrap_peft
 
 MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
@@ -46,7 +55,7 @@ def activation_budget(base: nn.Module, optimizer: str, keep: float | None = None
     trained = sum(parameter.numel() for parameter in base.parameters() if parameter.requires_grad)
     if not layers:
         return None
-    reserved = trained * training_bytes(optimizer)
+    reserved = trained * training_bytes(optimizer) + HEAD_CHUNK
     if keep is None or next(layers[0].parameters()).is_cuda:
         return ActivationBudget(layers, reserved, KEPT_SHARE if keep is None else keep)
     # Elsewhere an allocator cannot be asked what a layer keeps, and the estimate of shapes stands for it.
@@ -87,7 +96,7 @@ class ActivationBudget:
     def __init__(
         self, layers: Sequence[GradientCheckpointingLayer], reserved: int, share: float, estimated: float | None = None
     ) -> None:
-        """`reserved`: bytes that the first step will still allocate for gradients and the optimizer.
+        """`reserved`: bytes that the first step will still allocate for gradients, the optimizer and the head.
 
         `share`: of the memory that is free at the first forward; `estimated`: bytes that a layer keeps of a token.
         """
@@ -152,41 +161,111 @@ def offload_activations(model: nn.Module) -> None:
     base.__dict__["_offloads_activations"] = True
     body = backbone_of(base)
     stock = body.forward
+    weights: set[int] = set()
 
     @functools.wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with OffloadActivations(model) if torch.is_grad_enabled() else contextlib.nullcontext():
+        if not torch.is_grad_enabled():
+            return stock(*args, **kwargs)
+        weights.update(() if weights else weight_addresses(model))  # once: a model has thousands of modules
+        with OffloadActivations(weights):
             return stock(*args, **kwargs)
 
     body.forward = forward
 
 
-class OffloadActivations(saved_tensors_hooks):
-    """A context in which forwards save large tensors for backward in host memory; weights stay on the device."""
+def weight_addresses(model: nn.Module) -> set[int]:
+    """Return where the storages of a model's parameters and of their compute copies begin."""
+    pairs = [
+        (parameter, vars(module).get(name, parameter))  # the compute copy has the parameter's name
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    return {weight.untyped_storage().data_ptr() for pair in pairs for weight in pair}
 
-    def __init__(self, model: nn.Module, smallest: int = MIN_OFFLOADED) -> None:
-        self._smallest = smallest
-        self._weights: set[int] = set()
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                copy = vars(module).get(name, parameter)  # the compute copy has the parameter's name
-                self._weights |= {weight.untyped_storage().data_ptr() for weight in (parameter, copy)}
+
+class OffloadActivations(saved_tensors_hooks):
+    """A context in which forwards save large tensors for backward in host memory, all but those at `weights`."""
+
+    def __init__(self, weights: set[int], smallest: int = MIN_OFFLOADED) -> None:
+        self._weights, self._smallest = weights, smallest
+        self._last: _OnHost | None = None
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # tensors whose copies may not be done
         super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, torch.device, tuple[int, ...]] | Tensor:
+    def __exit__(self, *reason: object) -> None:
+        super().__exit__(*reason)
+        self._last = None  # the graph keeps what it needs
+        self._leave(0)
+
+    def _pack(self, tensor: Tensor) -> "_OnHost | Tensor":
         expanded = 0 in tensor.stride()  # whose elements share memory: little of it
         if tensor.numel() < self._smallest or expanded or tensor.untyped_storage().data_ptr() in self._weights:
             return tensor
-        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return on_host.copy_(tensor, non_blocking=True), tensor.device, tensor.stride()
+        self._last = _OnHost(tensor, before=self._last)
+        if self._last.copied is not None:
+            self._leaving.append((tensor, self._last.copied))
+            self._leave(LAYERS_IN_FLIGHT)
+        return self._last
 
-    def _unpack(self, packed: tuple[Tensor, torch.device, tuple[int, ...]] | Tensor) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        on_host, device, strides = packed
+    def _leave(self, most: int) -> None:
+        """Let the memory of all but the last tensors be used again, by what the GPU computes once they are copied."""
+        while len(self._leaving) > most:
+            tensor, copied = self._leaving.popleft()
+            torch.cuda.current_stream(tensor.device).wait_event(copied)
+
+    def _unpack(self, packed: "_OnHost | Tensor") -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.take()
+
+
+class _OnHost:
+    """A tensor in host memory; on a GPU it travels both ways while the GPU computes something else."""
+
+    def __init__(self, tensor: Tensor, before: "_OnHost | None") -> None:
+        """`before`: what was saved before it, which backward needs next."""
+        self.device, self.stride, self.before = tensor.device, tensor.stride(), before
+        self.on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self.copied = _copy_beside(tensor, self.on_host)
+        self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def fetch(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start to copy it back; return the tensor, and what to wait for."""
         # Compiled backwards are written for the strides of what was saved.
-        restored = torch.empty_strided(on_host.shape, strides, dtype=on_host.dtype, device=device)
-        return restored.copy_(on_host, non_blocking=True)
+        restored = torch.empty_strided(self.on_host.shape, self.stride, dtype=self.on_host.dtype, device=self.device)
+        return restored, _copy_beside(self.on_host, restored)
+
+    def take(self) -> Tensor:
+        """Return it on its device, and start to copy what is needed next."""
+        restored, copied = self.fetched or self.fetch()
+        self.fetched = None
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        before, self.before = self.before, None
+        if before is not None:
+            before.fetched = before.fetched or before.fetch()
+        return restored
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy_beside(source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+    """Copy between a GPU and the host beside what is computed from now on; return what says that it is done."""
+    on_gpu = next((one for one in (source, target) if one.is_cuda), None)
+    if on_gpu is None:
+        target.copy_(source)
+        return None
+    stream = _copy_stream(on_gpu.device)
+    stream.wait_stream(torch.cuda.current_stream(on_gpu.device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    if on_gpu is target:
+        target.record_stream(stream)  # it may be dropped unread
+    copied = torch.cuda.Event()
+    stream.record_event(copied)
+    return copied
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:

@@ -18,15 +18,17 @@ from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.kernels.grouped_experts import WEIGHTS
-from upweight.models.load import Head, config_with_head, model_class, teacher_source
+from upweight.models.load import Head, config_with_head, model_without_weights, teacher_source
 
 GIB = 2**30
-USABLE_SHARE = 0.9  # of a card: the rest is used by the driver or lost to fragmentation
+DRIVER_BYTES = 3 * GIB // 4  # of a GPU, for its driver and the workspaces of libraries
+# Lost to fragmentation: holes between weights, and a part of what they leave to activations.
+HOLES, USABLE_SHARE = 0.015, 0.92
 HALF_BYTES, SINGLE_BYTES = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
 TrainedWeights = Literal["all", "lora", "qlora"]
 QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
-HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
+HEAD_CHUNK = 2**27 * 2 * HALF_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
 # Of the memory that is free once the weights are loaded: the activations of one forward, which fix its tokens; keys and
 # values of sampling in this process, at each rollout; activations that need not be recomputed, at the first step.
 FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
@@ -84,11 +86,13 @@ class TokenBytes:
         layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None) or 1
         width = getattr(config, "head_dim", None) or hidden // heads
         keys = 2 * width * (getattr(config, "num_key_value_heads", None) or heads)
-        layer = 20 * hidden + 6 * wide
+        fused = getattr(config, "hidden_act", None) in FUSED_ACTIVATIONS
+        # Measured on dense models; those whose norms, gates or experts are modules of their own hold more copies.
+        layer = 13 * hidden + 4 * wide if fused and not chosen else 20 * hidden + 6 * wide
         # Both norms keep their input and output, attention its query, keys, values and output, the next layer a copy of
         # that output, and a gated block both factors and their product. Other layers are not fused, and keep more.
         kept = 4 * hidden + 3 * heads * width + keys + 3 * wide
-        if getattr(config, "hidden_act", None) not in FUSED_ACTIVATIONS:
+        if not fused:
             kept = layer
         sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), hidden, layers * keys)
         return cls(layers, *(HALF_BYTES * size for size in sizes))
@@ -120,7 +124,7 @@ class Shape:
     def head_bytes(self, savings: Savings, tokens: int | None = None) -> int:
         """Return the bytes of the projections of one chunk and their gradients, of at most so many tokens."""
         rows = min((count for count in (savings.head_chunk, tokens) if count is not None), default=None)
-        return HEAD_CHUNK if rows is None else min(HEAD_CHUNK, rows * self.vocabulary * 2 * SINGLE_BYTES)
+        return HEAD_CHUNK if rows is None else min(HEAD_CHUNK, rows * self.vocabulary * 2 * HALF_BYTES)
 
     def activation_bytes(self, tokens: int, savings: Savings) -> int:
         """Return the bytes of a forward's activations at the peak of a step: in the head, or in a layer's backward."""
@@ -156,8 +160,8 @@ class Memory:
 def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
-    with torch.device("meta"), set_zero3_state():  # which says that weights are cut elsewhere: here there are none
-        model = model_class(section, head, config).from_config(config)
+    with set_zero3_state():  # which says that weights are cut elsewhere: here there are none
+        model = model_without_weights(section, head, config)
     names = linear_names(model)
     linear: Counter[str] = Counter()
     inside = 0
@@ -259,9 +263,15 @@ def estimate(
     return Memory(weights, training + (0.0 if away else beside), activations)
 
 
-def longest(shape: Shape, memory: Memory, card: float, *, savings: Savings, sequences: int = 1) -> int:
-    """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
-    free = USABLE_SHARE * card - memory.weights - memory.training - memory.sampler
+def usable(card: float, fixed: float) -> float:
+    """Return the bytes of a GPU that a step can use, of which weights and training take a fixed part."""
+    room = card - DRIVER_BYTES - (1 + HOLES) * fixed
+    return fixed + (USABLE_SHARE if room > 0 else 1) * room
+
+
+def longest(shape: Shape, memory: Memory, available: float, *, savings: Savings, sequences: int = 1) -> int:
+    """Return the tokens that `sequences` sequences of one forward may each have with so many bytes."""
+    free = available - memory.weights - memory.training - memory.sampler
     return shape.tokens_in(free, savings) // sequences
 
 

@@ -11,7 +11,6 @@ from upweight.config.sections.rollout import IN_PROCESS
 from upweight.models.load import compute_dtype
 from upweight.models.memory import (
     GIB,
-    USABLE_SHARE,
     Memory,
     Savings,
     Shape,
@@ -24,6 +23,7 @@ from upweight.models.memory import (
     shape_of,
     teacher_bytes,
     total_memory,
+    usable,
 )
 
 USUAL_PROMPT = 512  # tokens, where no key bounds them
@@ -109,13 +109,14 @@ def plan_memory(
     width = 1.0  # the estimate assumes two bytes per value
     if card is None:
         width = compute_dtype(config.model, device).itemsize / 2
-        card = float(total_memory(device) if on_gpu else free_memory(device) / USABLE_SHARE)
+        card = float(total_memory(device) if on_gpu else free_memory(device))
         shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
         need = Memory(need.weights * width / shards, need.training / shards, need.activations * width)
-    available = USABLE_SHARE * card
-    held = _sampler_need(config, shape, width, available - need.weights - need.training, card)
+    fixed = need.weights + need.training
+    available = usable(card, fixed) if on_gpu else card
+    held = _sampler_need(config, shape, width, available - fixed, card)
     need = Memory(need.weights, need.training, need.activations, held)
-    most = longest(shape, need, card, savings=savings, sequences=sequences) * sharing
+    most = longest(shape, need, available, savings=savings, sequences=sequences) * sharing
     most = min(int(most / width), shape.positions or sys.maxsize)
     return MemoryPlan(need, available, "the GPU" if on_gpu else "this machine", most)
 

@@ -181,7 +181,8 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     ]
     if wrong:
         shown = ", ".join(columns) or "none"
-        raise UserError("\n".join([*wrong, f"Columns: {shown}. Give the parameter a default, or add the column."]))
+        problems = "\n".join(wrong)
+        raise UserError(f"{problems} Columns: {shown}. Give the parameter a default, or add the column.")
 
 
 def with_retries(attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float) -> Attempts:

@@ -37,6 +37,7 @@ from upweight.train.machine_checks import require_machine
 from upweight.train.recording.model_card import model_card
 from upweight.train.recording.run_folder import (
     changed_keys,
+    named_verdicts,
     recording,
     require_same_data,
     require_same_resume_keys,
@@ -57,6 +58,8 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     use = f'inference {folder} --prompt "..."' if config.method.head == "tokens" else f"score {folder} ROWS.jsonl"
     if finished_before:
         logger.info("this run is finished (%s); raise max_steps or num_epochs to go on", finished_before)
+    if is_first and (named := named_verdicts(folder)):
+        logger.warning("warning: this run reports %s; what to do: upweight doctor %s", named, folder)
     logger.info("done: %s; try it: upweight %s", folder, use)
 
 

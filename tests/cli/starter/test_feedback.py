@@ -111,7 +111,21 @@ def test_labels_are_read_as_training_reads_them():
 def test_ratings_are_no_labels(refused):
     problem, _ = refused(RATINGS, "kto")
     assert "kto needs true or false in 'rating', and row 0 has '2'" in problem
-    assert "`filter: mine.good` in the entry trains on good rows only" in problem
+    assert "say which are good and which bad" in problem
+    assert (
+        "--columns prompt=prompt,completion=response,label=rating --values 2=false,3=false,5=true --method kto`"
+        in problem
+    )
+
+
+@pytest.mark.parametrize("method", [None, "kto"])
+def test_ratings_become_labels_by_what_their_user_says(refused, method):
+    named = "prompt=prompt,completion=response,label=rating"
+    _, rows = refused(RATINGS, method, columns=named, values="2=false,5=true")
+    assert rows == [
+        {"prompt": "Why?", "completion": "So.", "label": "False"},
+        {"prompt": "Why?", "completion": "Because.", "label": "True"},
+    ]
 
 
 @pytest.mark.parametrize(("text", "method"), [(RATINGS, "dpo"), (LABELS, "simpo")])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.new import new, propose
@@ -85,11 +86,27 @@ def test_columns_that_are_not_read_and_ratings_are_mentioned(tmp_path, model):
     done = upweight("new", "rated.csv", "--model", model, "--yes", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "not read by sft: rating\n" in done.stderr
-    assert "'rating' holds ratings: `filter: mine.good` in the entry trains on good rows only" in done.stderr
+    assert "'rating' holds ratings, and sft trains on all rows, also on badly rated ones" in done.stderr
+    assert "`filter: mine.good` in the entry" in done.stderr
     (tmp_path / "mine.py").write_text("def good(row): return float(row['rating']) >= 4")  # as it proposes
     entry = "datasets.0.filter=mine.good"
     shown = upweight("preprocess", "config.yaml", "--show", 9, entry, *WHOLE, folder=tmp_path)
     assert len(shown.stdout.splitlines()) == 2, shown.stderr
+
+
+def test_rows_with_an_empty_cell_are_left_out_by_a_filter(tmp_path, model):
+    rows = [{"Question": f"Why {n}?", "good_answer": "So.", "bad_answer": "No."} for n in range(8)]
+    rows[2]["Question"], rows[5]["bad_answer"] = "", " "
+    write_csv(tmp_path / "mine.csv", rows)
+    done = upweight("new", "mine.csv", "--model", model, "--yes", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 of the first 8 rows have one (1 in 'Question', 1 in 'bad_answer')" in done.stderr
+    assert "cannot be read" not in done.stderr
+    shown = upweight("preprocess", "config.yaml", *WHOLE, folder=tmp_path)
+    assert "2 dropped: left out by the filter" in shown.stderr, shown.stderr
+    done = upweight("new", "mine.csv", "--model", model, "--yes", "--output", "b.yaml", folder=tmp_path)
+    assert "`filter: mine.keep` in the entry leaves them out" in done.stderr  # filters.py is there
+    assert "filter:" not in (tmp_path / "b.yaml").read_text()
 
 
 def test_lengths_count_what_the_chat_template_adds(tmp_path, model):
@@ -202,3 +219,17 @@ def test_some_rows_that_cannot_be_read_are_counted_by_cause(tmp_path, model):
     done = upweight("new", "mine.jsonl", "--model", model, "--yes", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rows: 1 of 21 rows cannot be read:" in done.stderr
+
+
+def test_the_memory_of_a_gpu_elsewhere_is_planned_for(tmp_path, model):
+    folder = shutil.copytree(model, tmp_path / "seven")
+    sizes = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    LlamaConfig(num_key_value_heads=4, vocab_size=152_064, **sizes).save_pretrained(folder)  # without such weights
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    for gib, keys in ((24, {}), (8, {"adapter": "qlora", "load_in_4bit": True})):
+        named = ["--model", folder, "--memory", gib, "--output", f"{gib}.yaml", "--yes"]
+        done = upweight("new", "mine.csv", *named, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "the GPU has" in done.stderr
+        content = yaml.safe_load((tmp_path / f"{gib}.yaml").read_text())
+        assert {"adapter": "lora", **keys}.items() <= content.items()

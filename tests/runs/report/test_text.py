@@ -61,6 +61,8 @@ def test_an_offline_run(tmp_path):
     shown = text_of(write_run(tmp_path / "run", rows=rows, config={"rl": "dpo"}))
     assert "DPO" in shown
     assert "0.2  (from 1 at step 1)" in shown
+    broken = [*rows, {"step": 6, "loss": float("nan")}]
+    assert "not a number  (from 1 at step 1)" in text_of(write_run(tmp_path / "nan", rows=broken, config={"rl": "dpo"}))
 
 
 @pytest.mark.parametrize("steps", [1, 5, 200])
@@ -78,6 +80,7 @@ RENDERED = {
               "<|start_header_id|>user<|end_header_id|>\n\n{q}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     "gemma": "<bos><start_of_turn>user\n{q}<end_of_turn>\n<start_of_turn>model\n",
     "mistral": "<s>[INST] {q} [/INST]",
+    "letters": "s:{s}<eos>u:{q}<eos>a:",
     "plain": "{q}",
 }  # fmt: skip
 

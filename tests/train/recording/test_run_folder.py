@@ -11,7 +11,7 @@ from upweight.config.config import SECTIONS
 from upweight.errors import UserError
 from upweight.runs.files import METRICS
 from upweight.train.recording.metrics import MetricsFile, cut_metrics
-from upweight.train.recording.run_folder import changed_keys, require_same_resume_keys, write_config
+from upweight.train.recording.run_folder import changed_keys, named_verdicts, require_same_resume_keys, write_config
 
 PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}
@@ -104,3 +104,11 @@ def test_lines_after_a_step_and_half_lines_are_cut(tmp_path):
     cut_metrics(tmp_path, -1)
     assert file.read_text() == ""
     cut_metrics(tmp_path / "nowhere", 3)
+
+
+def test_what_a_run_reports_is_named_at_its_end(tmp_path):
+    rows = [{"step": step, "loss": 1.0, "grad_norm": 0.5 if step < 5 else 0.0} for step in range(1, 20)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    assert named_verdicts(tmp_path) == ""
+    (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert named_verdicts(tmp_path) == "alarm 'no gradient'"

@@ -14,6 +14,7 @@ GOOD = ("good", "true", "1", "1.0", "yes", "y", "up", "positive", "correct", "ri
         "accepted", "accept", "desirable", "pass", "+")  # fmt: skip
 BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "wrong", "disliked", "dislike",
        "unhelpful", "rejected", "reject", "undesirable", "fail", "-")  # fmt: skip
+MOST_RATINGS = 10  # different ones, of which a command can name each
 
 
 def refuse_preference(table: Table) -> None:
@@ -88,8 +89,10 @@ def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
     """Return a column that marks rows otherwise than by true and false, with its values, the good one first."""
     name = table.roles("labelled").get("label")
     cells = [row.get(name) for row in table.rows] if name else []
-    if name is None or is_rating(name, table) or all(is_label(value) for value in cells):
+    if name is None or all(is_label(value) for value in cells):
         return None
+    if is_rating(name, table):  # which says nothing of good and bad, unless its user does
+        return (name, table.values(name)) if table.meanings else None
     if not all(value is None or isinstance(value, str | int | float) for value in cells):
         return None
     texts = table.values(name)
@@ -138,14 +141,25 @@ def label_problem(table: Table, name: str, values: Sequence[str]) -> str:
     return f"{problem}:\n{_recipe(table.file, name, lines, 'rows')}"
 
 
-def rating_advice(name: str) -> str:
+def rating_advice(name: str, table: Table) -> str:
     """Return what a column of ratings is good for."""
     good = f"def good(row): return float(row[{name!r}] or 0) >= 4"
     return (
-        f"{name!r} holds ratings: `filter: mine.good` in the entry trains on good rows only, with `{good}` in "
-        "mine.py; kto learns from good and bad ones, once a column 'label' says true or false of each row; rows of "
-        "one prompt with a high and a low rating make pairs for dpo"
+        f"{name!r} holds ratings, and sft trains on all rows, also on badly rated ones. To train on good rows only: "
+        f"`filter: mine.good` in the entry, with `{good}` in mine.py. kto learns from good and bad ones: "
+        f"{_ask_ratings(name, table)}. Rows of one prompt with a high and a low rating make pairs for dpo"
     )
+
+
+def _ask_ratings(name: str, table: Table) -> str:
+    """Return the command that says which ratings are good and which bad: the upper and the lower half of them."""
+    values = sorted((value for value in table.values(name) if value), key=float)
+    if len(values) > MOST_RATINGS:
+        return f"write true or false in place of the {len(values)} different values of {name!r}"
+    middle = (float(values[0]) + float(values[-1])) / 2
+    given = ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
+    known = {"label": name}
+    return table.ask_for("labelled", known, f" --values {shlex.quote(given)}").removesuffix("`") + " --method kto`"
 
 
 def refuse_labels(table: Table) -> None:
@@ -158,7 +172,8 @@ def refuse_labels(table: Table) -> None:
         raise UserError(label_problem(table, *marked))
     for number, row in enumerate(table.rows):
         if not is_label(row.get(name)):
-            advice = f". {rating_advice(name)}" if is_rating(name, table) else ""
+            rated = f". It holds ratings; say which are good and which bad: {_ask_ratings(name, table)}"
+            advice = rated if is_rating(name, table) else ""
             problem = f"kto needs true or false in {name!r}, and row {number} has {row.get(name)!r}"
             raise UserError(f"{table.file}: {problem}{advice}.")
 

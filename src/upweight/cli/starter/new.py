@@ -3,14 +3,16 @@
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import explain_export
+from upweight.cli.starter.filters import is_complete, leave_out_empty
+from upweight.cli.starter.plan import KINDS, REWARDS, Plan, content, prompt_column, text_of
 from upweight.cli.starter.table import ALIASES, Table, read_columns, read_values
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
@@ -25,45 +27,6 @@ CHAT_NAME = re.compile(r"(?:^|[-_.])(instruct|chat|it|zephyr|assistant)(?:[-_.\d
 LOOKED_AT = 200  # rows, for their columns and lengths
 CAUSES = 3  # that are named of rows that cannot be read
 SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "reward": "pairs", "kto": "labelled",
-         "sft": "text", "grpo": "prompts"}  # fmt: skip
-HEADS = {
-    "reward": "reward_model: true",
-    "sft": "",
-    "kto": "rl: kto\nrl_beta: 0.1   # lower lets the model move further from where it began",
-    "dpo": "rl: dpo\nrl_beta: 0.1   # lower lets the model move further from where it began",
-    "grpo": "rl: grpo",
-}
-REWARDS = '''"""What a good answer is: change `good`. Try it without training: upweight rewards {config}"""
-
-
-def good(completions, **columns):
-    """Return one number for each completion; `columns` holds the columns of its rows, as lists."""
-    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-    return [float(len(text.split()) <= 40) for text in texts]  # as an example: short answers
-'''
-
-
-@dataclass
-class Plan:
-    """What is known of the config to write."""
-
-    table: Table
-    method: str
-    model: str
-    entry: dict[str, Any] = field(default_factory=dict)  # of `datasets`, beside the path
-    sequence_len: int = 1024
-    memory: dict[str, str] = field(default_factory=dict)  # keys that make it fit
-    notes: list[str] = field(default_factory=list)
-    answer: str | None = None  # the column with right answers, for rewards
-
-    @property
-    def file(self) -> Path:
-        return self.table.file
-
-    @property
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        return self.table.rows
 
 
 def new(
@@ -76,6 +39,9 @@ def new(
     ] = None,
     values: Annotated[
         str | None, typer.Option(help="What your marks stand for, with --columns: ok=true,no=false.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU to train on; default: of this machine.")
     ] = None,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("config.yaml"),
     yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed, without questions.")] = False,
@@ -102,10 +68,11 @@ def new(
     from upweight.cli.starter.init import MODEL
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
-    plan = Plan(table, method, model)
+    plan = Plan(table, method, model, gpu=memory)
     _map_columns(plan)
     plan.notes += _unread_notes(plan)
     _fit_model(plan, output)
+    leave_out_empty(plan, output)
     _write(plan, output)
 
 
@@ -124,6 +91,8 @@ def propose(table: Table) -> tuple[str, str]:
         problem = feedback.label_problem(table, *marked)
         also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
         raise UserError(f"{problem}{also}")
+    if "label" in named and "completion" in labelled:
+        return "kto", f"'{labelled['label']}' is named as the mark of '{labelled['completion']}': kto"
     if reads_text:
         why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
         return "sft", why + feedback.second_answer_advice(table)
@@ -203,7 +172,7 @@ def _unread_notes(plan: Plan) -> list[str]:
     if plan.method != "sft":
         return notes
     ratings = [name for name in unread if feedback.is_rating(name, plan.table)]
-    notes += [feedback.rating_advice(name) for name in ratings[:1]]
+    notes += [feedback.rating_advice(name, plan.table) for name in ratings[:1]]
     if (marked := feedback.labels_in_words(plan.table)) is not None:
         notes.append(f"all rows are trained on, whatever {marked[0]!r} holds: {', '.join(map(repr, marked[1]))}")
     return notes
@@ -216,11 +185,13 @@ def _fit_model(plan: Plan, output: Path) -> None:
     from upweight.models.tokenizer import load_tokenizer
 
     quiet_transformers()
-    config: Config = parse_config(_content(plan), folder=output.resolve().parent)
+    config: Config = parse_config(content(plan), folder=output.resolve().parent)
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
         plan.notes.append(f"lengths and memory are not checked: {error}")
+        if plan.gpu is not None:
+            plan.notes.append(f"memory: `upweight fits 7B --memory {plan.gpu:g}` says what fits, for the size you name")
         _guess_chat(plan)
         return
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
@@ -234,7 +205,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
 
 
 def _has_plain_prompts(plan: Plan) -> bool:
-    prompt = _prompt_column(plan)
+    prompt = prompt_column(plan)
     return prompt is not None and isinstance(plan.rows[0].get(prompt), str)
 
 
@@ -258,12 +229,15 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
     from upweight.data.raw_row import RowError
     from upweight.row_rules import lengths_of
 
-    config = parse_config(_content(plan), folder=output.resolve().parent)
+    config = parse_config(content(plan), folder=output.resolve().parent)
     method = config.method
     encode = build_encoder(config.data, method, config.data.datasets[0], 0, tokenizer, view(config), config.folder)
     lengths: list[int] = [0]
     unread: dict[str, list[int]] = {}  # numbers of rows by cause
+    has_text = any(is_complete(plan, row) for row in plan.rows)
     for number, row in enumerate(plan.rows):
+        if has_text and not is_complete(plan, row):  # which a filter leaves out
+            continue
         try:
             lengths += [lengths_of(record.columns, method)[2] for record in encode(row)]
         except RowError as error:
@@ -283,96 +257,28 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
 def _choose_memory(plan: Plan, output: Path) -> None:
     """Take the first way of training whose estimate fits."""
     from upweight.config import parse_config
+    from upweight.models.memory import GIB
     from upweight.models.memory_plan import MemoryPlan, plan_memory
+
+    card = None if plan.gpu is None else plan.gpu * GIB
 
     def estimated(way: dict[str, str]) -> MemoryPlan:
         plan.memory = way
-        return plan_memory(parse_config(_content(plan), folder=output.resolve().parent))
+        return plan_memory(parse_config(content(plan), folder=output.resolve().parent), card)
 
     recompute = {"gradient_checkpointing": "true"}
+    four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
     estimate = estimated({})
-    for way in (recompute, {**recompute, "adapter": "qlora", "load_in_4bit": "true"}):
+    for way in (recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}):
         if not estimate.fits:
             estimate = estimated(way)
     plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))
 
 
-def _prompt_column(plan: Plan) -> str | None:
-    form = plan.entry.get("type")
-    if isinstance(form, dict):
-        return form.get("field_prompt") or form.get("field_instruction")
-    return "prompt" if form is None and "prompt" in plan.rows[0] else None
-
-
-def _content(plan: Plan) -> dict[str, Any]:
-    """Return the config as values."""
-    import yaml
-
-    return yaml.safe_load(_text(plan, Path("config.yaml")))
-
-
-def _text(plan: Plan, output: Path) -> str:
-    """Return the config as commented YAML."""
-    import yaml
-
-    entry = {"path": str(_relative(plan.file, output)), **plan.entry}
-    lines = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)
-    memory = dict(plan.memory)
-    adapter = memory.pop("adapter", "lora")
-    held_out = min(32, max(len(plan.rows) // 10, 1)) if len(plan.rows) > 4 else 0
-    answers = held_out and plan.method not in ("grpo", "reward")
-    head = HEADS.get(plan.method, f"rl: {plan.method}")
-    parts = [
-        f"# {plan.method} on {plan.file.name}, written by `upweight new`. Every key: `upweight docs config`.",
-        f"base_model: {plan.model}",
-        *([head] if head else []),
-        *(_rollout_lines(plan) if plan.method == "grpo" else []),
-        "",
-        "datasets:",
-        *(f"  {line}" for line in lines.rstrip().splitlines()),
-        f"val_set_size: {held_out}   # rows held out, on which the run evaluates",
-        *([f"eval_samples: {min(held_out, 8)}   # of which so many are answered before and after"] if answers else []),
-        *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
-        "",
-        f"adapter: {adapter}   # trains a few weights beside the model; remove these four lines to train all",
-        "lora_r: 16",
-        "lora_alpha: 32",
-        "lora_target_linear: true",
-        *(f"{key}: {value}" for key, value in memory.items()),
-        "",
-        "learning_rate: 1e-4   # the peak, for a short trial; without this line: the method's default",
-        f"micro_batch_size: {8 if plan.method in ('grpo', 'kto') else 2}   # rows of a step, times the next line",
-        f"gradient_accumulation_steps: {1 if plan.method == 'grpo' else 4}",
-        "num_epochs: 1",
-        "logging_steps: 1",
-        f"output_dir: {output.stem if output.stem != 'config' else plan.file.stem}-out",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _rollout_lines(plan: Plan) -> list[str]:
-    reward = "rewards.good   # in rewards.py, beside this file: change it"
-    if plan.answer:
-        reward = f"exact(column={plan.answer})   # `upweight docs rewards` lists others"
-    return [
-        "trl:",
-        "  num_generations: 8   # completions of each prompt, compared with each other",
-        "  max_completion_length: 256   # tokens; longer ones are cut",
-        "  reward_funcs:",
-        f"    - {reward}",
-    ]
-
-
-def _relative(file: Path, output: Path) -> Path:
-    """Return the file as the config names it: from its own folder where it lies below."""
-    folder = output.resolve().parent
-    return file.resolve().relative_to(folder) if file.resolve().is_relative_to(folder) else file.resolve()
-
-
 def _write(plan: Plan, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     rewards = output.parent / "rewards.py"
-    output.write_text(_text(plan, output), encoding="utf-8")
+    output.write_text(text_of(plan, output), encoding="utf-8")
     if plan.method == "grpo" and not plan.answer and not rewards.exists():
         rewards.write_text(REWARDS.format(config=output), encoding="utf-8")
         plan.notes.append(f"rewards: {rewards} has an example; say there what a good answer is")

@@ -17,9 +17,9 @@ SHOWN = (
 )  # fmt: skip
 COMPLETIONS = 3  # the best, one in the middle, and the worst
 LINES, QUESTION_LINES = 4, 2  # of one completion, and of what was asked
-# What chat templates write around turns, and the name of a turn's role at its beginning.
+# What chat templates write around turns, and the name of a turn's role at its beginning, or the first letter of it.
 MARKS = r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<[be]os>"
-ROLE = r"(system|user|human|assistant|model|tool)(?:\n|:|$)"
+ROLE = r"(system|user|human|assistant|model|tool|[suat](?=:))(?:\n|:|$)"
 
 
 def text_page(data: Mapping[str, Any], width: int | None = None) -> str:
@@ -40,8 +40,10 @@ def _run_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
         yield from textwrap.wrap(run["message"], width)
     for name, steps, values in _series(run):
         known = [value for value in values if value is not None]
-        first, last = known[0], known[-1]
-        yield f"  {name:<28}{_curve(known)}  {last:.4g}  (from {first:.4g} at step {steps[0]})"
+        first, last = known[0], f"{known[-1]:.4g}"
+        if name == "loss" and values[-1] is None:  # which every step logs
+            last = "not a number"
+        yield f"  {name:<28}{_curve(known)}  {last}  (from {first:.4g} at step {steps[0]})"
     yield from _health_lines(run, width)
     yield from _completion_lines(run, width)
 
@@ -168,7 +170,7 @@ def _question(row: Mapping[str, Any]) -> str:
             if content := turn[named.end() :].strip() if named else turn:
                 roles.append(role)
                 texts.append(content)
-        by_user = [content for role, content in zip(roles, texts, strict=True) if role in ("user", "human")]
+        by_user = [content for role, content in zip(roles, texts, strict=True) if role in ("user", "human", "u")]
         text = (by_user or texts or [text])[-1]
     return _printable(text)
 

@@ -20,7 +20,8 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import warn_once
 from upweight.runs.checkpoints import DATA
-from upweight.runs.files import CONFIG
+from upweight.runs.files import CONFIG, metrics_of
+from upweight.runs.health import verdicts
 from upweight.runs.record import about, recorded
 from upweight.settings import keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
@@ -123,3 +124,9 @@ def recording(
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
             trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
+
+
+def named_verdicts(folder: Path) -> str:
+    """Return the names of what the health rules report about a run, alarms first; nothing where all is well."""
+    found = sorted(verdicts(metrics_of(folder)), key=lambda verdict: verdict.level != "alarm")
+    return ", ".join(dict.fromkeys(f"{verdict.level} '{verdict.name}'" for verdict in found))

@@ -1,0 +1,63 @@
+"""Rows of a user's file with an empty cell, and the function beside the config that leaves them out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from upweight.cli.starter.plan import KINDS, Plan
+
+TEXTS = {
+    "pairs": ("prompt", "chosen", "rejected"),
+    "labelled": ("prompt", "completion"),
+    "text": ("prompt", "completion", "instruction", "output"),
+    "prompts": ("prompt",),
+}
+FILE, FUNCTION = "filters.py", "filters.keep"
+KEEP = '''"""Which rows are trained on: change `keep`. See what it leaves out: upweight preprocess {config}"""
+
+
+def keep(row):
+    """Return whether a row is trained on: not where one of these columns is empty."""
+    return all(str(row.get(name) or "").strip() for name in {names})
+'''
+
+
+def is_complete(plan: Plan, row: Mapping[str, Any]) -> bool:
+    """Return whether a row has text in every column that its method needs."""
+    return not any(_is_empty(row.get(name)) for name in _needed(plan))
+
+
+def leave_out_empty(plan: Plan, output: Path) -> None:
+    """Name rows with empty cells, and write the filter that leaves them out, unless a file of its name is there."""
+    needed = _needed(plan)
+    counts = {name: sum(_is_empty(row.get(name)) for row in plan.rows) for name in needed}
+    left_out = sum(not is_complete(plan, row) for row in plan.rows)
+    if not left_out or left_out == len(plan.rows):
+        return
+    where = ", ".join(f"{count} in {name!r}" for name, count in counts.items() if count)
+    problem = f"empty cells: {left_out} of the first {len(plan.rows)} rows have one ({where})"
+    target = output.parent / FILE
+    if target.exists():
+        lines = f"def keep(row): return all(str(row.get(name) or '').strip() for name in {needed})"
+        plan.notes.append(f"{problem}. `filter: mine.keep` in the entry leaves them out, with `{lines}` in mine.py")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(KEEP.format(config=output, names=needed), encoding="utf-8")
+    plan.entry["filter"] = FUNCTION
+    plan.notes.append(f"{problem}; `filter: {FUNCTION}` leaves such rows out, by {target}, which you can change")
+
+
+def _needed(plan: Plan) -> list[str]:
+    """Return the columns of text that the method cannot do without."""
+    form, columns = plan.entry.get("type"), plan.table.columns
+    if isinstance(form, dict):
+        names = [name for key, name in form.items() if key != "field_label"]
+    elif form is not None or {"messages", "conversations"} & set(columns):
+        return []
+    else:
+        names = [name for name in TEXTS[KINDS[plan.method]] if name in columns]
+    return [name for name in names if any(isinstance(row.get(name), str) for row in plan.rows)]
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
