@@ -184,6 +184,8 @@ def wide_config(kind: str):
     made = config(kind)
     made.text_config.hidden_size, made.text_config.head_dim, made.text_config.num_hidden_layers = 128, 32, 2
     made.vision_config.hidden_size = 128
+    if kind == "mistral3":
+        made.vision_config.head_dim = 32
     return made
 
 

@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from upweight.errors import closest
 from upweight.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -82,6 +83,17 @@ _NOT_HERE = {
         "clone_chat_template", "setup_chat_format",
     ),
     "leave it out: `assistant_only_loss` finds the turns with any template": ("get_training_chat_template",),
+    "leave it out: trainers pack the rows themselves": (
+        "ConstantLengthDataset", "DataCollatorForChatML", "DataCollatorForLanguageModeling",
+        "DataCollatorForPreference", "DPODataCollatorWithPadding", "RewardDataCollatorWithPadding",
+    ),
+    "leave it out: messages with images are read as they are": ("prepare_multimodal_messages",),
+    "`trainer.generate_completions(rows)` samples from a policy, `upweight inference RUN` from a trained model": (
+        "unwrap_model_for_generation", "BestOfNSampler",
+    ),
+    "GKDTrainer and DistillationTrainer learn from a better model": (
+        "MiniLLMConfig", "MiniLLMTrainer", "GOLDConfig", "GOLDTrainer", "SDFTConfig", "SDFTTrainer",
+    ),
     "set `completion_only_loss` or `assistant_only_loss` of SFTConfig": ("DataCollatorForCompletionOnlyLM",),
     "leave `ref_model` out: the reference is the model as training begins": ("create_reference_model",),
     "set `sync_ref_model=True`": ("SyncRefModelCallback",),
@@ -107,7 +119,11 @@ def __getattr__(name: str) -> Any:
             raise ImportError(message, name=name)
         raise AttributeError(message, name=name)
     if name not in __all__:
-        raise AttributeError(f"module 'upweight' has no attribute {name!r}")
+        near = closest(name, __all__, 0.85)
+        message = f"upweight has no {name!r}" + (f". Did you mean {near!r}?" if near else "")
+        if near and _asked_by_import():  # nothing near: it may be a module, which is imported next
+            raise ImportError(message, name=name)
+        raise AttributeError(message, name=name)
     import importlib
 
     # Only the modules that the name needs: each config is a class of 150 fields, which takes time to build.
@@ -134,3 +150,22 @@ def _asked_by_import() -> bool:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+class _ModulesOfTRL:
+    """Answers an import from a module of TRL with where its names are; it is asked last, when no file was found."""
+
+    NAMES = ("chat_template_utils", "data_utils", "experimental", "extras", "scripts", "trainer")
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.startswith("upweight.") and fullname.split(".")[1] in cls.NAMES:
+            raise ModuleNotFoundError(
+                f"there is no {fullname}: the names of TRL are in `upweight` itself, rewards in `upweight.rewards`. "
+                "`from trl.experimental.orpo import ORPOTrainer`, as an example, becomes `from upweight import "
+                "ORPOTrainer` (`upweight docs peers`)",
+                name=fullname,
+            )
+
+
+sys.meta_path.append(_ModulesOfTRL)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, Qwen2Config
@@ -159,3 +161,27 @@ def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
         run(write_config(tmp_path, seven), [], memory=24, method="dpo")
     with pytest.raises(UserError, match="PPO needs a value model"):
         run(str(seven), [], memory=24, method="ppo")
+
+
+def test_a_size_is_enough(capsys):
+    assert run("7b", [], memory=8, method="dpo") == 1
+    first, about, *_, answer = capsys.readouterr().out.splitlines()
+    assert first == "7b is counted with the shape of Qwen2.5-7B"
+    assert about.startswith("7.62 billion weights, dpo")
+    assert answer.endswith("; 4 bits need bitsandbytes (pip install bitsandbytes)")
+    with pytest.raises(UserError, match=r"9B: the sizes .* 7B, 8B"):
+        run("9B", [], memory=8)
+
+
+NAMES = {"all": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+@pytest.mark.parametrize("size", ["0.5B", "3B", "8B", "14B", "32B"])
+def test_what_the_table_of_sizes_in_the_docs_promises_fits(size, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith(f"| {size} |"))
+    for gib, cell in zip((8, 12, 16, 24), line.strip("| ").split(" | ")[1:], strict=True):
+        run(size, ["sequence_len=1024"], memory=gib)
+        rows = [row.replace("*", " ").split() for row in capsys.readouterr().out.splitlines()[3:-1]]
+        fitting = {f"{NAMES[row[0]]}, `{row[1]}`" for row in rows if row[-2] == "yes"}
+        assert cell in fitting if cell != "no" else not fitting

@@ -15,7 +15,13 @@ from upweight.data.raw_row import RowError
 from upweight.data.sources.first_look import NEEDED, data_problems, missing_columns
 from upweight.errors import UserError
 
-KEYS = {"pairs": {"rl": "dpo"}, "steps": {"process_reward_model": True}, "text": {}, "prompts": {"rl": "grpo"}}
+KEYS = {
+    "labelled": {"rl": "kto"},
+    "pairs": {"rl": "dpo"},
+    "steps": {"process_reward_model": True},
+    "text": {},
+    "prompts": {"rl": "grpo"},
+}
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,11 @@ def test_a_named_class_must_exist(folder):
         load_model(ModelSection(base_model=folder, model_class="AutoModelForNothing"), torch.float32)
 
 
+def test_a_named_class_must_be_that_of_the_model(folder):
+    with pytest.raises(UserError, match=r"model_type: Qwen2ForCausalLM does not load .* a llama model. Leave the"):
+        load_model(ModelSection(base_model=folder, model_class="Qwen2ForCausalLM"), torch.float32)
+
+
 def test_vision_models_of_other_kinds_are_refused(tmp_path):
     AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"base_model: .*\(paligemma\) reads images, .* one of these types: llava"):

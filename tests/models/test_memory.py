@@ -102,7 +102,7 @@ def test_peaks_of_7b_are_met_within_a_twentieth(seven, trained, savings, tokens,
     assert right.total / GIB == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(("gib", "fixed", "left"), [(8, 3.0, 6.91), (16, 14.9, 15.222), (8, 14.9, 7.25)])
+@pytest.mark.parametrize(("gib", "fixed", "left"), [(8, 3.0, 6.8686), (16, 14.9, 15.01638), (8, 14.9, 7.0265)])
 def test_driver_libraries_and_fragmentation_have_their_part(gib, fixed, left):
     assert usable(gib * GIB, fixed * GIB) / GIB == pytest.approx(left)
 
@@ -120,6 +120,7 @@ def test_sizes_are_counted_on_the_model(tmp_path):
     model = tiny("llama")
     model.save_pretrained(tmp_path)
     shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
+    assert shape == shape_of(ModelSection(base_model=str(tmp_path), model_class="LlamaForCausalLM"), "tokens")
     assert shape.parameters == sum(weight.numel() for weight in model.parameters())
     one = AdapterSection(kind="lora", rank=3, targets=["q_proj"])
     right = sum(3 * sum(m.weight.shape) for n, m in model.named_modules() if n.endswith("q_proj"))

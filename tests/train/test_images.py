@@ -9,6 +9,7 @@ pytest.importorskip("PIL")
 
 from datasets import Dataset
 from PIL import Image
+from torch.nn.functional import normalize
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from made_runs import metrics_of, write_config, write_model
@@ -42,7 +43,7 @@ def write_rows(folder, kind="sft", count=8):
             {"role": "user", "content": [{"type": "image", "path": f"{colour}.png"}, {"type": "text", "text": "?"}]}
         ]
         sides = [{"role": "assistant", "content": one} for one in (colour, other)]
-        row = {"messages": [*prompt, sides[0]]} if kind == "sft" else {"prompt": prompt}
+        row = {"messages": [*prompt, sides[0]]} if kind in ("sft", "ebft") else {"prompt": prompt}
         row |= {"chosen": sides[:1], "rejected": sides[1:]} if kind == "dpo" else {}
         row |= (
             {"completion": sides[:1] if number % 4 < 2 else sides[1:], "label": number % 4 < 2} if kind == "kto" else {}
@@ -164,6 +165,50 @@ def test_grpo_samples_after_images_and_rewards_get_them(kind, tmp_path, monkeypa
     files = list((tmp_path / "out" / "completions").glob("*.jsonl"))
     assert files
     assert all("token_id" not in json.loads(line).get("completion", "") for line in files[0].read_text().splitlines())
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
+def test_ebft_matches_features_of_answers_about_images(kind, tmp_path, monkeypatch):
+    from upweight.models import processor as reading
+    from upweight.train.online import feature_matching
+
+    write_vision_model(tmp_path / "model", kind)
+    monkeypatch.setattr(reading, "_load_processor", lambda section, folder: processor(kind))  # without torchvision
+    embedded, stock = [], feature_matching.FeatureMatching._forward
+
+    def kept(self, units, runner, network):
+        found = stock(self, units, runner, network)
+        embedded.extend(one.unit.samples[0].images for one in units)
+        for one, feature in zip(units, found, strict=True):
+            torch.testing.assert_close(feature, plain_feature(one.unit.samples[0], runner.engine.images, network))
+        return found
+
+    monkeypatch.setattr(feature_matching.FeatureMatching, "_forward", kept)
+    keys = {
+        "trl": {"num_generations": 2, "max_completion_length": 6},
+        "ebft": {"embed_method": "mean_pooling", "ce_coef": 0.1},
+    }
+    train(config_of(tmp_path, "ebft", tmp_path / "model", micro_batch_size=4, num_epochs=None, max_steps=2, **keys))
+    logged = metrics_of(tmp_path / "out")
+    assert any("ebft/reward" in line for line in logged)
+    assert len(embedded) == 2 * 2 * 3  # in two steps, two samples and the true answer of two prompts
+    assert all(len(images) == 1 for images in embedded)
+
+
+@torch.no_grad()
+def plain_feature(sample, reader, network):
+    """The mean of normed hidden states of a plain forward of a sequence alone."""
+    ids = torch.from_numpy(sample.ids)[None]
+    inputs = reader.plain_inputs([sample.images], ids)
+    states = network(input_ids=ids, **inputs, output_hidden_states=True, use_cache=False).hidden_states
+    layers = [states[int(depth * (len(states) - 1))][0] for depth in (0.25, 0.5, 0.75)]
+    return normalize(normalize(torch.cat(layers, -1).float(), dim=-1).mean(0), dim=0)
+
+
+def test_strided_ebft_refuses_images(tmp_path):
+    ebft = {"mode": "strided"}
+    with pytest.raises(UserError, match=r"ebft.mode: strided .* 'ebft.mode: structured' trains on prompts with images"):
+        train(config_of(tmp_path, "ebft", ebft=ebft, num_epochs=None, max_steps=1))
 
 
 def test_grpo_refuses_backends_of_users_with_images(tmp_path):

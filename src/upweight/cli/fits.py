@@ -1,5 +1,10 @@
 """`upweight fits`: which ways of training a config's model fit on a card, and what to change."""
 
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,31 +20,72 @@ from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
 MODES = ("fast", "balanced", "lean")
 HEADINGS = ("trained", "memory", "weights", "training", "activations", "sampler", "total", "fits", "longest")
-ADAPTER_KEYS = {"all": "no 'adapter'", "lora": "'adapter: lora'", "qlora": "'adapter: qlora' with 'load_in_4bit: true'"}
+ADAPTER_KEYS = {
+    "all": "no 'adapter'",
+    "lora": "'adapter: lora'",
+    "qlora": "'adapter: qlora' with 'load_in_4bit: true'",
+}
 SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
 Way = tuple[TrainedWeights, str]  # which weights, in which mode
+# Shapes by size, for those who ask before they have a model, or without a network.
+SHAPE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+QWEN = {"model_type": "qwen2", "vocab_size": 152_064, "max_position_embeddings": 32_768, "tie_word_embeddings": False}
+TIED = {**QWEN, "vocab_size": 151_936, "tie_word_embeddings": True}
+LLAMA = {"model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 131_072, "tie_word_embeddings": False}
+SIZES = {
+    "0.5B": ("Qwen2.5-0.5B", TIED, (896, 4_864, 24, 14, 2)),
+    "1B": ("Llama-3.2-1B", {**LLAMA, "tie_word_embeddings": True}, (2_048, 8_192, 16, 32, 8)),
+    "1.5B": ("Qwen2.5-1.5B", TIED, (1_536, 8_960, 28, 12, 2)),
+    "3B": ("Qwen2.5-3B", TIED, (2_048, 11_008, 36, 16, 2)),
+    "7B": ("Qwen2.5-7B", QWEN, (3_584, 18_944, 28, 28, 4)),
+    "8B": ("Llama-3.1-8B", LLAMA, (4_096, 14_336, 32, 32, 8)),
+    "14B": ("Qwen2.5-14B", QWEN, (5_120, 13_824, 48, 40, 8)),
+    "32B": ("Qwen2.5-32B", QWEN, (5_120, 27_648, 64, 40, 8)),
+    "70B": ("Llama-3.1-70B", LLAMA, (8_192, 28_672, 80, 64, 8)),
+}
 
 
 def run(target: str | Path, overrides: list[str], *, memory: float | None, method: str | None = None) -> int:
     """Print one line for each way of training, and whether the config fits or what to change; return 1 if not."""
-    config = _config_of(target, overrides, method)
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
-    modes = {mode: _config_of(target, [*overrides, f"memory={mode}"], method) for mode in MODES}
-    try:
-        lines, is_fitting = report(config, modes, memory * GIB, marked="this config" if _is_file(target) else ASSUMED)
-    except UserError as error:
-        if Path(config.model.base_model or ".").expanduser().exists():
-            raise
-        remedy = "The weights are not needed here: `upweight fits FOLDER` reads a folder with the model's config.json"
-        raise UserError(f"{error}. {remedy}.") from error
+    with _model_of_size(target) as (source, name):
+        config = _config_of(source, overrides, method)
+        modes = {mode: _config_of(source, [*overrides, f"memory={mode}"], method) for mode in MODES}
+        try:
+            lines, is_fitting = report(config, modes, memory * GIB, "this config" if _is_file(source) else ASSUMED)
+        except UserError as error:
+            if Path(config.model.base_model or ".").expanduser().exists():
+                raise
+            remedy = (
+                "The weights are not needed here: `upweight fits FOLDER` reads a folder with the model's config.json"
+            )
+            raise UserError(f"{error}. {remedy}, and `upweight fits 7B` a shape of that size.") from error
+    if name is not None:
+        print(f"{target} is counted with the shape of {name}")
     print("\n".join(lines))
     return int(not is_fitting)
+
+
+@contextmanager
+def _model_of_size(target: str | Path) -> Iterator[tuple[str | Path, str | None]]:
+    """Yield a folder with the config of a model of the size that was named, and its name; others as they are."""
+    size = str(target).upper()
+    if not re.fullmatch(r"\d+(\.\d+)?B", size) or Path(target).exists():
+        yield target, None
+        return
+    if size not in SIZES:
+        raise UserError(f"{target}: the sizes that are known without a model are {', '.join(SIZES)}; name the nearest")
+    name, fields, shape = SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**fields, **dict(zip(SHAPE_FIELDS, shape, strict=True)), "dtype": "bfloat16"}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder, name
 
 
 def _is_file(target: str | Path) -> bool:
@@ -98,7 +144,9 @@ def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan
     for way in ways:
         if plans[way].fits:
             total = plans[way].need.total / GIB
-            return f"this config does not fit: {size}. Set {_changes(configured, way, modes)}: about {total:.1f} GiB"
+            package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if way[0] == "qlora" != trained else ""
+            changes = f"Set {_changes(configured, way, modes)}: about {total:.1f} GiB{package}"
+            return f"this config does not fit: {size}. {changes}"
     best = max(ways, key=lambda way: plans[way].longest)
     if not plans[best].longest:
         return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"

@@ -295,7 +295,8 @@ def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], 
     columns = {**record.columns, "images": image_column(refs)}
     ids = columns.get("prompt_ids", columns.get("input_ids", []))
     at = [place for place, token in enumerate(ids) if token == refs[0].token_id]
-    in_completions = any(refs[0].token_id in columns.get(name, ()) for name in COMPLETIONS)
+    turns = [columns.get(name, ()) for name in COMPLETIONS] + columns.get("truth_ids", [])
+    in_completions = any(refs[0].token_id in turn for turn in turns)
     if in_completions or len(at) != sum(ref.tokens for ref in refs):
         raise RowError("images", f"texts without the model's token for images, {placeholder}, but for the images'")
     if "loss_mask" in columns:

@@ -263,7 +263,9 @@ def _copy_beside(source: Tensor, target: Tensor) -> torch.cuda.Event | None:
         target.copy_(source, non_blocking=True)
     if on_gpu is target:
         target.record_stream(stream)  # it may be dropped unread
-    return stream.record_event()
+    copied = torch.cuda.Event()
+    stream.record_event(copied)
+    return copied
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:

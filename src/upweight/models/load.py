@@ -291,7 +291,20 @@ def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | No
     chosen = getattr(transformers, name, None)
     if chosen is None:
         raise UserError(f"model_type: transformers has no class {name!r}; this method trains {AUTO_CLASSES[head]}")
+    reads = getattr(chosen, "config_class", None)  # classes that choose by the config (AutoModel...) have none
+    if config is not None and reads is not None and not isinstance(config, reads):
+        raise UserError(
+            f"model_type: {name} does not load {section.base_model!r}, which is a {config.model_type} model. Leave the "
+            "key out: the class is then chosen by the model's config"
+        )
     return chosen
+
+
+def model_without_weights(section: ModelSection, head: Head, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model with weights that have a shape and no values."""
+    chosen = model_class(section, head, config)
+    with torch.device("meta"):  # a class that `model_type` names has no `from_config`, as only AutoModel... has it
+        return chosen._from_config(config) if issubclass(chosen, PreTrainedModel) else chosen.from_config(config)
 
 
 def _quantization_args(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:

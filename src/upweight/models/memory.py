@@ -18,11 +18,12 @@ from upweight.config.sections.training import OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.kernels.grouped_experts import WEIGHTS
-from upweight.models.load import Head, config_with_head, model_class, teacher_source
+from upweight.models.load import Head, config_with_head, model_without_weights, teacher_source
 
 GIB = 2**30
 DRIVER_BYTES = 3 * GIB // 4  # of a GPU, for its driver and the workspaces of libraries
-USABLE_SHARE = 0.92  # of what weights and training leave on a GPU: the rest is lost to fragmentation
+# Lost to fragmentation: holes between weights, and a part of what they leave to activations.
+HOLES, USABLE_SHARE = 0.015, 0.92
 HALF_BYTES, SINGLE_BYTES = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
 TrainedWeights = Literal["all", "lora", "qlora"]
@@ -159,8 +160,8 @@ class Memory:
 def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
-    with torch.device("meta"), set_zero3_state():  # which says that weights are cut elsewhere: here there are none
-        model = model_class(section, head, config).from_config(config)
+    with set_zero3_state():  # which says that weights are cut elsewhere: here there are none
+        model = model_without_weights(section, head, config)
     names = linear_names(model)
     linear: Counter[str] = Counter()
     inside = 0
@@ -264,8 +265,8 @@ def estimate(
 
 def usable(card: float, fixed: float) -> float:
     """Return the bytes of a GPU that a step can use, of which weights and training take a fixed part."""
-    room = card - DRIVER_BYTES
-    return room if fixed > room else fixed + USABLE_SHARE * (room - fixed)
+    room = card - DRIVER_BYTES - (1 + HOLES) * fixed
+    return fixed + (USABLE_SHARE if room > 0 else 1) * room
 
 
 def longest(shape: Shape, memory: Memory, available: float, *, savings: Savings, sequences: int = 1) -> int:

@@ -12,7 +12,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off, unwrap_peft
-from upweight.rollout.completion_source import CompletionSource
+from upweight.rollout.completion_source import CompletionSource, with_images
 from upweight.rollout.episodes.token_stream import TokenStream, build_completion
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.forward import CachedForward
@@ -36,7 +36,8 @@ class KnownTurns(CompletionSource):
 
     def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         assert self.generator is not None, "this process does not sample"
-        by_prompt = self.generator.generate([group.prompt_ids for group in groups], count, sampling)
+        prompts = [group.prompt_ids for group in groups]
+        by_prompt = self.generator.generate(prompts, count, with_images(sampling, groups))
         conversations: Conversations = []
         for index, (group, completions) in enumerate(zip(groups, by_prompt, strict=True)):
             group.completions = completions
@@ -64,7 +65,9 @@ class KnownTurns(CompletionSource):
             for member in range(len(streams))
         ]
         prompts = [stream.ids for *_, streams in conversations for stream in streams]
-        sampled = iter(generator.generate(prompts, 1, replace(sampling, seeds=tuple(seeds))))
+        members = [group for _, group, streams in conversations for _ in streams]
+        seeded = with_images(replace(sampling, seeds=tuple(seeds)), members)
+        sampled = iter(generator.generate(prompts, 1, seeded))
         for _, group, streams in conversations:
             group.completions = []
             for stream, (completion,) in zip(streams, sampled, strict=False):

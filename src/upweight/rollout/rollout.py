@@ -109,6 +109,14 @@ def images_of(group: Group, completion: Completion) -> tuple[ImageRef, ...]:
     return image_refs(group.row) if completion.images is None else completion.images
 
 
+def observed_images(group: Group, completion: Completion) -> list[ImageRef]:
+    """Return the images that tools and the environment returned in an episode, each once: not those of the row."""
+    segments = [*completion.earlier, completion]
+    seen = {ref.digest: ref for segment in segments for ref in segment.images or ()}
+    of_row = {ref.digest for ref in image_refs(group.row)}
+    return [ref for digest, ref in seen.items() if digest not in of_row]
+
+
 def content_of(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
     """Return the messages of a completion where it has any, else its text."""
     if completion.messages is not None:
@@ -124,6 +132,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
         for index, completion in enumerate(group.completions):
             scores = zip(names, rewards[index], strict=True)
             parts = {names[number]: credit for (at, number), credit in group.credits.items() if at == index}
+            observed = image_column(observed_images(group, completion))
             yield {
                 **{name: value for name, value in group.row.items() if name not in TOKEN_COLUMNS},
                 "rollout": rollout.number,
@@ -136,6 +145,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "rewards": {name: None if math.isnan(value) else value for name, value in scores},
                 "advantage": advantages[index] if advantages else None,
                 **({"reward_parts": parts} if parts else {}),
+                **({"observed_images": observed} if observed else {}),
                 **{name: values[index] for name, values in group.extras.items()},
                 **({} if completion.failure is None else {"failure": completion.failure}),
             }

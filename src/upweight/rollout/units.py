@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from upweight.rollout.rollout import images_of
-from upweight.types import Completion, Group, Sample, Unit
+from upweight.types import Completion, Group, ImageRef, Sample, Unit
 
 SAMPLED, FAILED, DEMONSTRATION = 0, -1, 1  # labels, where some samples are not the policy's
 
@@ -76,9 +76,10 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
     return units
 
 
-def demonstration(group: int, ids: Sequence[int], loss_mask: Sequence[bool]) -> Unit:
-    """Return a demonstration, a text to imitate."""
-    sample = Sample(np.array(ids, np.int64), np.array(loss_mask, np.bool_), label=DEMONSTRATION, advantage=0.0)
+def demonstration(group: int, ids: Sequence[int], loss_mask: Sequence[bool], images: tuple[ImageRef, ...] = ()) -> Unit:
+    """Return a demonstration, a text to imitate, with the images that its tokens hold."""
+    mask = np.array(loss_mask, np.bool_)
+    sample = Sample(np.array(ids, np.int64), mask, label=DEMONSTRATION, advantage=0.0, images=images)
     return Unit((sample,), group)
 
 

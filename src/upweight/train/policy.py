@@ -45,7 +45,7 @@ from upweight.train.reference import LoadModel, Precompute
 LoadTeachers = Callable[[nn.Module, Engine, Callable[[nn.Module], Engine]], Teachers]
 CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
-LEAN_BUDGET = 8192  # larger rows take more memory and gain little speed
+LEAN_BUDGET = 10_240  # larger rows take more memory and gain little speed
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,9 @@ def image_problems(config: Config, model: Model, ranks: int) -> Iterator[str]:
         yield "neftune_noise_alpha: noise is not added to rows with images; leave it out."
     if config.optim.activation_offloading and config.optim.memory != "lean":  # which leaves it out for them
         yield "activation_offloading: it does not cover rows with images; leave it out."
+    if config.method.computed_rewards and (config.sharding.fsdp or config.sharding.deepspeed is not None):
+        problem = "features of rows with images are computed with whole weights"
+        yield f"fsdp, deepspeed: {problem}; leave it out, or use another method than {config.method.name}."
     if config.method.online and config.rollout.use_vllm:
         yield from _problems_with_vllm(config, model)
     if config.method.online and config.rollout.rollout_backend:

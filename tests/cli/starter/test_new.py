@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.new import new, propose
@@ -218,3 +219,17 @@ def test_some_rows_that_cannot_be_read_are_counted_by_cause(tmp_path, model):
     done = upweight("new", "mine.jsonl", "--model", model, "--yes", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rows: 1 of 21 rows cannot be read:" in done.stderr
+
+
+def test_the_memory_of_a_gpu_elsewhere_is_planned_for(tmp_path, model):
+    folder = shutil.copytree(model, tmp_path / "seven")
+    sizes = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    LlamaConfig(num_key_value_heads=4, vocab_size=152_064, **sizes).save_pretrained(folder)  # without such weights
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    for gib, keys in ((24, {}), (8, {"adapter": "qlora", "load_in_4bit": True})):
+        named = ["--model", folder, "--memory", gib, "--output", f"{gib}.yaml", "--yes"]
+        done = upweight("new", "mine.csv", *named, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "the GPU has" in done.stderr
+        content = yaml.safe_load((tmp_path / f"{gib}.yaml").read_text())
+        assert {"adapter": "lora", **keys}.items() <= content.items()

@@ -20,7 +20,7 @@ from upweight.errors import UserError
 from upweight.models.processor import attach_processor, image_reader
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
-from upweight.rollout.rollout import group_from_plain, group_to_plain
+from upweight.rollout.rollout import Rollout, group_from_plain, group_to_plain, readable
 from upweight.rollout.scoring import reward_call
 from upweight.rollout.units import units_of_groups
 from upweight.sampler.in_process import InProcess
@@ -132,6 +132,10 @@ def test_images_of_an_environment_are_sampled_after_and_trained_on(kind, tmp_pat
     assert [len(several) for several in call.columns["images"]] == [1 + count for count in turns]
     assert json.dumps(call.completions)  # messages hold no pixels
     assert [info["rewards"] for info in group.extras["episode"]] == [{"reward": 1}] * 2  # it got the row's image
+    group.rewards_SR = torch.ones(2, 1)
+    written = list(readable(Rollout(0, 0, groups), ["r"], tokenizer.decode))
+    assert [len(one["images"]) for one in written] == [1, 1]
+    assert [len(one["observed_images"]) for one in written] == turns  # for the page: without the row's
     plain = json.loads(json.dumps(group_to_plain(group)))
     again = group_from_plain(plain, [row])
     assert [one.images for one in again.completions] == [one.images for one in group.completions]

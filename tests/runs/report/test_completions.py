@@ -107,3 +107,21 @@ def test_images_of_prompts_come_small_and_once(tmp_path):
     assert pictures["red"].startswith("data:image/jpeg;base64,")
     assert len(pictures["red"]) < 10_000
     assert "images" in shown(completion(1, images=["a column of the user's"]), [])["columns"]
+
+
+def test_images_that_tools_returned_come_with_their_completion(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    folder = write_run(tmp_path / "run")
+    for name in ("red", "blue"):
+        image.new("RGB", (60, 30), name).save(tmp_path / f"{name}.png")
+    red, blue = ([{"digest": name, "path": str(tmp_path / f"{name}.png")}] for name in ("red", "blue"))
+    rows = [completion(3, 0, images=red, observed_images=blue), completion(3, 1, images=red)]
+    (folder / "completions" / "step_00003.jsonl").write_text(as_lines(rows))
+    reader = CompletionsReader(folder)
+    parts, _ = reader.read([])
+    (part,) = (part for part in parts if part["step"] == 3)
+    first, second = part["rows"]
+    assert (first["images"], first["observed_images"]) == (["red"], ["blue"])
+    assert "observed_images" not in second
+    assert "observed_images" not in first["columns"]
+    assert list(reader.pictures(parts)) == ["red", "blue"]

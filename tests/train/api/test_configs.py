@@ -1,3 +1,5 @@
+import importlib
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -46,6 +48,19 @@ def test_every_public_name_is_there():
 def test_names_of_trl_that_are_not_here_have_an_answer(name, instead):
     with pytest.raises(ImportError, match=f"upweight has no {name}: .*{instead}"):
         exec(f"from upweight import {name}")
+
+
+@pytest.mark.parametrize("module", ["experimental.orpo", "trainer.dpo_config", "data_utils"])
+def test_modules_of_trl_are_answered_with_where_their_names_are(module):
+    with pytest.raises(ModuleNotFoundError, match=r"no upweight\..*: .* becomes `from upweight import ORPOTrainer`"):
+        importlib.import_module(f"upweight.{module}")
+    assert importlib.util.find_spec("upweight.nothing") is None
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest():
+    with pytest.raises(ImportError, match=r"no 'SFTTrainr'\. Did you mean 'SFTTrainer'"):
+        exec("from upweight import SFTTrainr")
+    exec("from upweight import rewards, user_modules")  # modules are no names that are missing
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import explain_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty
@@ -39,6 +40,9 @@ def new(
     values: Annotated[
         str | None, typer.Option(help="What your marks stand for, with --columns: ok=true,no=false.")
     ] = None,
+    memory: Annotated[
+        float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU to train on; default: of this machine.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("config.yaml"),
     yes: Annotated[bool, typer.Option("--yes", help="Take what is proposed, without questions.")] = False,
 ) -> None:
@@ -64,7 +68,7 @@ def new(
     from upweight.cli.starter.init import MODEL
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
-    plan = Plan(table, method, model)
+    plan = Plan(table, method, model, gpu=memory)
     _map_columns(plan)
     plan.notes += _unread_notes(plan)
     _fit_model(plan, output)
@@ -192,6 +196,8 @@ def _fit_model(plan: Plan, output: Path) -> None:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
         plan.notes.append(f"lengths and memory are not checked: {error}")
+        if plan.gpu is not None:
+            plan.notes.append(f"memory: `upweight fits 7B --memory {plan.gpu:g}` says what fits, for the size you name")
         _guess_chat(plan)
         return
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
@@ -257,15 +263,19 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
 def _choose_memory(plan: Plan, output: Path) -> None:
     """Take the first way of training whose estimate fits."""
     from upweight.config import parse_config
+    from upweight.models.memory import GIB
     from upweight.models.memory_plan import MemoryPlan, plan_memory
+
+    card = None if plan.gpu is None else plan.gpu * GIB
 
     def estimated(way: dict[str, str]) -> MemoryPlan:
         plan.memory = way
-        return plan_memory(parse_config(content(plan), folder=output.resolve().parent))
+        return plan_memory(parse_config(content(plan), folder=output.resolve().parent), card)
 
     recompute = {"gradient_checkpointing": "true"}
+    four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
     estimate = estimated({})
-    for way in (recompute, {**recompute, "adapter": "qlora", "load_in_4bit": "true"}):
+    for way in (recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}):
         if not estimate.fits:
             estimate = estimated(way)
     plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))

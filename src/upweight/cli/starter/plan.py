@@ -36,6 +36,7 @@ class Plan:
     entry: dict[str, Any] = field(default_factory=dict)  # of `datasets`, beside the path
     sequence_len: int = 1024
     memory: dict[str, str] = field(default_factory=dict)  # keys that make it fit
+    gpu: float | None = None  # GiB of the GPU to train on; None: what is here
     notes: list[str] = field(default_factory=list)
     answer: str | None = None  # the column with right answers, for rewards
 

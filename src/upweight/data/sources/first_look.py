@@ -20,6 +20,11 @@ _FAMILY = {
     ".intel": (("question",), *_ANSWERS), ".icr": (("input",), *_ANSWERS), ".ultra": (("prompt",), *_ANSWERS),
     ".argilla": (("instruction",), ("chosen_response",), ("rejected_response",)), ".argilla_chat": _ANSWERS,
 }  # fmt: skip
+_LABELLED = (("completion",), ("label",))
+_LABELLED_FAMILY = {
+    ".argilla": (("instruction",), *_LABELLED), ".argilla_chat": _LABELLED, ".intel": (("question",), *_LABELLED),
+    ".prompt_pairs": (("prompt",), *_LABELLED), ".ultra": (("prompt",), *_LABELLED),
+}  # fmt: skip
 _CHAT, _ANY_CHAT = (("messages",),), (("messages", "conversations"),)
 NEEDED: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "pairs": {
@@ -27,6 +32,10 @@ NEEDED: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "chat_template": (*_CHAT, *_ANSWERS), "chat_template.default": (*_CHAT, *_ANSWERS),
         "chat_template.argilla": _ANSWERS, "chat_template.argilla_chat": _ANSWERS, "orpo.chat_template": _ANSWERS,
         "bradley_terry.chat_template": (("input",), *_ANSWERS), "zephyr.nectar": (("prompt",), ("answers",)),
+    },
+    "labelled": {
+        **{f"{family}{name}": groups for family in ("chatml", "llama3") for name, groups in _LABELLED_FAMILY.items()},
+        "chat_template": (*_CHAT, *_LABELLED), "chat_template.default": (*_CHAT, *_LABELLED),
     },
     "text": {
         "chat_template": _ANY_CHAT, "chat_template.default": _ANY_CHAT, "sharegpt": _ANY_CHAT,
@@ -96,6 +105,12 @@ def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> st
         return f"the columns are {', '.join(row)}; rows without a `type` need {wanted}. {remedy}"
     renamed = {"messages": entry.field_messages, "chosen": entry.field_chosen, "rejected": entry.field_rejected}
     renamed |= {"text": entry.text_column if entry.type == "pretrain" else entry.field}
+    if (
+        kind == "labelled"
+        and "completion" not in row
+        and ({entry.field_rejected or "rejected", "rejected_response"} & row.keys())
+    ):
+        kind = "pairs"  # which become two rows each
     for group in NEEDED.get(kind, {}).get(entry.type, ()):
         columns = [renamed[group[0]] or ""] if renamed.get(group[0]) else group
         if not any(_has(row, column) for column in columns):

@@ -28,7 +28,7 @@ from upweight.models.load import (
     load_failures,
     load_model,
     load_model_config,
-    model_class,
+    model_without_weights,
     resolve_source,
 )
 from upweight.models.processor import save_processor, with_processor
@@ -137,8 +137,7 @@ def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int,
     if not isinstance(config, LoraConfig) or config.target_parameters or config.bias != "none" or config.lora_bias:
         return "the adapter changes more than the weights of layers"
     base_config = config_with_head(section, head)
-    with torch.device("meta"):
-        base = model_class(section, head, base_config).from_config(base_config)
+    base = model_without_weights(section, head, base_config)
     if tokens > base.get_input_embeddings().num_embeddings:
         return "its vocabulary has grown"
     in_model, tied = set(base.state_dict()), base.get_expanded_tied_weights_keys(all_submodels=True)

@@ -19,6 +19,7 @@ MOST_CHARACTERS = 4_000_000  # letters of all of them as JSON
 FIELDS = {"step", "rollout", "version", "row", "prompt", "completion", "messages", "tokens", "finished", "rewards",
        "advantage", "token_texts", "sampler_logps", "policy_logps", "token_advantages", "sampled",
        "failure"}  # fmt: skip
+OBSERVED = "observed_images"  # that tools and environments returned
 Message = dict[str, str]
 
 
@@ -62,14 +63,15 @@ class CompletionsReader:
             part = {"set": name, "step": step, "total": len(rows), "rows": [shown(row, weights) for row in rows[:ROWS]]}
             part |= _measured(rows[:MEASURED], weights)
             for row in rows[:ROWS]:
-                self._named |= picture_names(row)
+                self._named |= picture_names(row) | picture_names(row, OBSERVED)
             self.known[file] = (state, part, len(json.dumps(part, ensure_ascii=False)))
         return self.known[file][1:]
 
     def pictures(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return the images of the completions shown, those of the newest steps first."""
         rows = (row for part in reversed(parts) for row in part["rows"])
-        return self._pictures.read(self._named, (digest for row in rows for digest in row.get("images", ())))
+        wanted = (digest for row in rows for name in ("images", OBSERVED) for digest in row.get(name, ()))
+        return self._pictures.read(self._named, wanted)
 
 
 def _measured(rows: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, list[float]]:
@@ -107,7 +109,8 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
     """Return a completion as the page shows it; `weights` are the reward weights in order, or empty."""
     rewards: dict[str, Any] = row["rewards"] if isinstance(row.get("rewards"), dict) else {}
     pictures = picture_names(row)
-    hidden = FIELDS | {"images"} if pictures else FIELDS
+    observed = picture_names(row, OBSERVED)
+    hidden = FIELDS | ({"images"} if pictures else set()) | ({OBSERVED} if observed else set())
     fields = {
         "row": number(row.get("row")),
         "prompt": conversation(row.get("prompt"), "user"),
@@ -120,6 +123,7 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "advantage": number(row.get("advantage")),
         "failure": None if row.get("failure") is None else _as_text(row["failure"]),
         "images": list(pictures),
+        OBSERVED: list(observed),
         "columns": {name: plain(value, MAX_CHARS) for name, value in row.items() if name not in hidden},
     }
     texts = row.get("token_texts")

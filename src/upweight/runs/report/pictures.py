@@ -14,9 +14,9 @@ MOST_PICTURES = 100
 MOST_BYTES = 64 << 20  # of a file that is read
 
 
-def picture_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the images of a completion's row: their files by their digests."""
-    images = row.get("images")
+def picture_names(row: Mapping[str, Any], column: str = "images") -> dict[str, str]:
+    """Return the images of a completion's row, or of another column: their files by their digests."""
+    images = row.get(column)
     refs = [one for one in images if isinstance(one, Mapping)] if isinstance(images, list) else []
     return {ref["digest"]: ref["path"] for ref in refs if isinstance(ref.get("digest"), str) and ref.get("path")}
 

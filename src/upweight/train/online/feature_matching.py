@@ -1,7 +1,7 @@
 """EBFT in the loop: features of completions and ground truth, rewards from both, and demonstrations."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from upweight.data.images import image_refs
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT, feature_matcher
 from upweight.methods.formulas.features import pooled, pooled_positions
@@ -20,7 +21,7 @@ from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.policy import Policy
 from upweight.train.step import StepRunner
-from upweight.types import Generator, Group, Sample, Sampling, Unit
+from upweight.types import Generator, Group, ImageRef, Sample, Sampling, Unit
 
 MIN_COMPLETION_LIMIT = 64  # tokens that a completion may always have, however short the true one is
 
@@ -94,7 +95,8 @@ class FeatureMatching:
             turns = self._ground_truth_turns(group)
             wrote = [turn % 2 == 0 for turn, ids in enumerate(turns) for _ in ids]
             ids = [*group.prompt_ids, *(token for turn in turns for token in turn)]
-            units.append(demonstration(number, ids, [*[False] * len(group.prompt_ids), *wrote]))
+            mask = [*[False] * len(group.prompt_ids), *wrote]
+            units.append(demonstration(number, ids, mask, image_refs(group.row)))
         return units
 
     def cross_entropy(self, groups: Sequence[Group], runner: StepRunner, model: nn.Module) -> float:
@@ -113,9 +115,11 @@ class FeatureMatching:
         prompt = group.prompt_ids
         if not self.method.strided:
             true = [token for turn in self._ground_truth_turns(group) for token in turn]
+            images = image_refs(group.row)
             for side, answers in enumerate(([one.ids for one in group.completions], [true])):
                 for answer in answers:
-                    yield self._text_to_embed([*prompt, *answer], 0, len(prompt), group_index, side)
+                    one = self._text_to_embed([*prompt, *answer], 0, len(prompt), group_index, side)
+                    yield one if not images else one.with_images(images)
             return
         starts, length = anchors(group.row, self.method), self.method.generate_max_len
         for number, one in enumerate(group.completions):
@@ -187,3 +191,8 @@ class _TextToEmbed:
     unit: Unit
     index: NDArray[np.int64]
     side: int  # 0 completion, 1 ground truth
+
+    def with_images(self, images: tuple[ImageRef, ...]) -> "_TextToEmbed":
+        """Return the text with the images that its tokens hold."""
+        (sample,) = self.unit.samples
+        return replace(self, unit=replace(self.unit, samples=(replace(sample, images=images),)))

@@ -160,10 +160,10 @@ function missingColour() {
 
 const promptKey = (row) => JSON.stringify([row.prompt || (row.messages || []).slice(0, 1), row.images || []]);
 
-function picturesOf(row) {
+function picturesOf(row, digests, words) {
   const known = state.runs[row.run].pictures || {};
-  const shown = (row.images || []).filter((digest) => known[digest]);
-  return shown.length > 0 && el("div", { class: "pictures" }, shown.map((digest) => el("img", { src: known[digest], alt: "image of the prompt" })));
+  const shown = (digests || []).filter((digest) => known[digest]);
+  return shown.length > 0 && el("div", { class: "pictures" }, shown.map((digest) => el("img", { src: known[digest], alt: words, title: words })));
 }
 
 function grouped(rows) {
@@ -183,7 +183,7 @@ function groupCard(rows, wanted, largest) {
     rows.every((row) => JSON.stringify((row.columns || {})[name]) === JSON.stringify(value)));
   const shared = new Set(common.map(([name]) => name));
   return el("article", { class: "prompt-group" },
-    el("div", { class: "prompt" }, picturesOf(first), (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of its row")),
+    el("div", { class: "prompt" }, picturesOf(first, first.images, "image of the prompt"), (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of its row")),
     el("div", { class: rows.length > 1 ? "answers" : "answers one", tabIndex: rows.length > 1 ? 0 : undefined },
       folded(rows).map(([row, count]) => answerCard(row, wanted, largest, shared, count))));
 }
@@ -192,7 +192,7 @@ function groupCard(rows, wanted, largest) {
 function folded(rows) {
   const alike = new Map();
   for (const row of rows) {
-    const key = JSON.stringify([row.run, row.step, row.messages, row.completion, row.rewards, row.advantage, row.finished, row.failure]);
+    const key = JSON.stringify([row.run, row.step, row.messages, row.completion, row.observed_images, row.rewards, row.advantage, row.finished, row.failure]);
     if (alike.has(key)) alike.get(key)[1] += 1;
     else alike.set(key, [row, 1]);
   }
@@ -230,6 +230,7 @@ function answerCard(row, wanted, largest, shared, count) {
   const body = tokens && !wanted ? [bubble({ role: "assistant" }, "", tokens)]
     : messages.length ? messages.map((message) => bubble(message, wanted)) : [el("p", { class: "empty" }, "An empty answer.")];
   return el("div", { class: "answer" }, head, chips.length > 1 && el("div", { class: "chips" }, chips), el("div", { class: "talk" }, body),
+    picturesOf(row, row.observed_images, "image that a tool or the environment returned"),
     columnsOf(Object.entries(row.columns || {}).filter(([name]) => !shared.has(name)), "of its own"));
 }
 
