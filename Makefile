@@ -87,7 +87,7 @@ $(DEEPSPEED)/.ready: $(READY)
 	touch $@
 
 test-deepspeed: $(DEEPSPEED)/.ready $(QUANT)/.ready
-	OMP_NUM_THREADS=1 PYTHONPATH=src:$(QUANT) $(DEEPSPEED)/bin/python -m pytest tests/train/distributed/test_deepspeed.py tests/train/distributed/test_mixtures.py tests/train/distributed/test_sharded_images.py tests/train/distributed/test_user_code.py tests/train/test_async_ranks.py tests/train/api/test_sharded.py
+	OMP_NUM_THREADS=1 PYTHONPATH=src:$(QUANT) $(DEEPSPEED)/bin/python -m pytest tests/train/distributed/test_deepspeed.py tests/train/distributed/test_mixtures.py tests/train/distributed/test_sharded_images.py tests/train/distributed/test_user_code.py tests/train/test_async_ranks.py tests/train/api/test_sharded.py tests/train/api/test_as_runs.py::test_deepspeed_is_an_argument
 
 # QLoRA and 8 bits on the CPU. bitsandbytes lies beside .venv: transformers offers more where it is installed.
 $(QUANT)/.ready: $(READY)

@@ -248,11 +248,15 @@ def init(
         typer.Argument(metavar="METHOD", help="A value of `rl`, or sft, reward, prm, gym; none: list all."),
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; default: named after the method.")] = None,
+    *,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="With a tiny model that is made here: every command runs without a download.")
+    ] = False,
 ) -> None:
     """Write a starter: a commented config, sample rows, rewards."""
     from upweight.cli.starter.init import run
 
-    run(method, folder)
+    run(method, folder, tiny=tiny)
 
 
 @app.command()

@@ -107,8 +107,8 @@ def _models_to_name(key: str) -> str:
         return f"Name one of those here with {key}: {'; '.join(here)}"
     return (
         "No other model is here either: get one where there is a network (`hf download ORGANISATION/MODEL --local-dir "
-        f"FOLDER`), bring the folder, and name it with {key}. To try without any network, make a tiny model in code: "
-        "`upweight docs your_own_method` has the lines"
+        f"FOLDER`), bring the folder, and name it with {key}. To try without any network: "
+        "`upweight init grpo --tiny` writes a starter with a tiny model"
     )
 
 

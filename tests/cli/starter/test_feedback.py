@@ -118,6 +118,12 @@ def test_ratings_are_no_labels(refused):
     )
 
 
+def test_ratings_that_are_no_label_by_name_are_proposed_as_one(refused):
+    problem, _ = refused(RATINGS.replace("rating", "stars"), "kto")
+    assert "'stars' holds ratings; say which are good and which bad" in problem
+    assert "label=stars --values 2=false,3=false,5=true --method kto`" in problem
+
+
 @pytest.mark.parametrize("method", [None, "kto"])
 def test_ratings_become_labels_by_what_their_user_says(refused, method):
     named = "prompt=prompt,completion=response,label=rating"

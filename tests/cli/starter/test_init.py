@@ -143,6 +143,24 @@ def test_a_starter_says_what_its_files_are_and_how_rows_look(method, tmp_path):
     load_config(write_starter(method, tmp_path) / "config.yaml")
 
 
+@pytest.mark.parametrize("method", slow_except(("sft", "distill"), [one for one in TRAINED if one != "ebft"]))
+def test_a_starter_with_a_tiny_model_trains_without_a_download(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = command("init", method, "--tiny")
+    assert done.exit_code == 0, done.output
+    monkeypatch.chdir(tmp_path / method)
+    train(load_config(Path("config.yaml"), ["max_steps=2", "val_set_size=0", "eval_samples=0"]))
+    assert [row["step"] for row in metrics_of(tmp_path / method / "out") if "loss" in row] == [1, 2]
+    again = command("init", method, tmp_path / method, "--tiny")
+    assert "tiny would be written over" in str(again.exception) or "tiny-teacher would be" in str(again.exception)
+
+
+def test_a_starter_with_images_has_no_tiny_model(tmp_path):
+    done = command("init", "vlm-sft", tmp_path / "images", "--tiny")
+    assert "the tiny model reads no images" in str(done.exception)
+    assert not (tmp_path / "images").exists()
+
+
 def test_nothing_is_written_over_and_nothing_half_written(tmp_path):
     (tmp_path / "rewards.py").write_text("mine")
     done = command("init", "grpo", tmp_path)

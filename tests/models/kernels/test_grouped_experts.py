@@ -94,6 +94,20 @@ def test_other_implementations_run_as_they_are():
     assert torch.equal(outputs(model)[0], plain)
 
 
+def test_rows_that_grouped_products_do_not_take_run_one_expert_after_the_other(caplog):
+    model = tiny("qwen3_moe", num_hidden_layers=2, moe_intermediate_size=18)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        outputs(model)
+    group_experts(model)
+    ours, our_gradients = outputs(model)
+    assert "no multiple of 16 bytes" in caplog.text
+    plain = tiny("qwen3_moe", num_hidden_layers=2, moe_intermediate_size=18)
+    plain.set_experts_implementation("eager")
+    logits, plain_gradients = outputs(plain)
+    torch.testing.assert_close(ours, logits)
+    assert relative_difference(our_gradients, plain_gradients) < 1e-5
+
+
 def test_what_is_used_of_transformers_is_still_there():
     assert grouped_experts._grouped_mm is not None
     assert grouped_experts._DEFAULT_GATE is not None

@@ -151,6 +151,14 @@ def rating_advice(name: str, table: Table) -> str:
     )
 
 
+def ratings_to_name(table: Table) -> str | None:
+    """Return how a column of ratings becomes labels; None where there is none."""
+    name = next((one for one in table.columns if is_rating(one, table)), None)
+    if name is None:
+        return None
+    return f"{name!r} holds ratings; say which are good and which bad: {_ask_ratings(name, table)}"
+
+
 def _ask_ratings(name: str, table: Table) -> str:
     """Return the command that says which ratings are good and which bad: the upper and the lower half of them."""
     values = sorted((value for value in table.values(name) if value), key=float)

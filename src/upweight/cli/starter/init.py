@@ -8,6 +8,7 @@ from pathlib import Path
 from upweight.cli.starter import rewards
 from upweight.cli.starter.pictures import FOLDER as PICTURES
 from upweight.cli.starter.pictures import name_of, picture, picture_rows
+from upweight.cli.starter.tiny import with_tiny_models, write_tiny_model
 from upweight.config.peers import method_advice
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
@@ -43,22 +44,26 @@ class Starter:
 STARTERS = {method: Starter(**fields) for method, fields in TEXTS["starters"].items()}
 
 
-def run(method: str | None, folder: Path | None) -> None:
+def run(method: str | None, folder: Path | None, *, tiny: bool = False) -> None:
     """Write the starter of a method and say how to go on; or list them."""
     if method is None:
         print("\n".join(f"upweight init {name:<10}{starter.about}" for name, starter in STARTERS.items()))
         return
-    folder = write_starter(method, folder or Path(method))
+    folder = write_starter(method, folder or Path(method), tiny=tiny)
+    if tiny:
+        print("tiny: a model with random weights, for trying the commands without a download; it learns nothing useful")
     train = "upweight train config.yaml"
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     print(f"next: {train if folder == Path() else f'cd {folder} && {train}'}")
 
 
-def write_starter(method: str, folder: Path) -> Path:
+def write_starter(method: str, folder: Path, *, tiny: bool = False) -> Path:
     """Write the files of a starter; one that is there already is never written over."""
-    files = starter_files(method)
+    files, models = starter_files(method), list[str]()
+    if tiny:
+        files["config.yaml"], models = with_tiny_models(method, files["config.yaml"])
     drawn = {name_of(number): picture(number) for number in range(_pictures_of(files))}
-    there = [name for name in (*files, *drawn) if (folder / name).exists()]
+    there = [name for name in (*files, *drawn, *models) if (folder / name).exists()]
     if there:
         raise UserError(f"{folder}: {', '.join(there)} would be written over. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,8 @@ def write_starter(method: str, folder: Path) -> Path:
     for name, content in drawn.items():
         (folder / PICTURES).mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
+    for seed, name in enumerate(models):
+        write_tiny_model(folder / name, seed)
     return folder
 
 

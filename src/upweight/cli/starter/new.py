@@ -154,7 +154,13 @@ def _missing_problem(plan: Plan, column_of: Mapping[str, str]) -> str:
     pairing = feedback.pairing_advice(table) if kind == "pairs" else None
     gone = [role for role in ROLES[kind] if role not in column_of]
     rename = f"Name the column that holds it {gone[0]!r}" if len(gone) == 1 else f"Name their columns {', '.join(gone)}"
-    remedy = f"{pairing[0].upper()}{pairing[1:]}" if pairing else f"{rename}, or say which: {table.ask_for(kind)}"
+    rated = feedback.ratings_to_name(table) if kind == "labelled" and gone == ["label"] else None
+    if rated is not None:
+        remedy = rated
+    elif pairing:
+        remedy = f"{pairing[0].upper()}{pairing[1:]}"
+    else:
+        remedy = f"{rename}, or say which: {table.ask_for(kind)}"
     known = [f"{role} is {column_of[role]!r}" for role in ROLES[kind] if role in column_of]
     missing = ", ".join([*known, f"no {' and no '.join(gone)} is recognised"])
     needs = f"{plan.method} needs {', '.join(ROLES[kind])}"

@@ -10,11 +10,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from upweight.errors import UserError
-from upweight.models.kernels.grouped_experts import WEIGHTS, LowRank, is_groupable, run_experts, runs_grouped
+from upweight.models.kernels.grouped_experts import ALIGNED, WEIGHTS, LowRank, is_groupable, run_experts, runs_grouped
 from upweight.models.kernels.packed_product import has_packed_experts
 from upweight.models.modules import wrap_forward
-
-ALIGNED = 16  # bytes that a row of a grouped product's operand is a multiple of
 
 
 def add_expert_adapters(model: nn.Module) -> None:

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from upweight.log import warn_once
 from upweight.models.kernels.packed_product import is_packed, packed_product
 from upweight.models.modules import wrap_forward
 
 _grouped_mm = getattr(moe, "_grouped_mm", None)  # of transformers: (rows sorted by expert, weights, ends of the groups)
 _DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)  # act(gate) * up for the two halves of a row
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
+ALIGNED = 16  # bytes that a row of a grouped product's operand is a multiple of
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 UNUSUAL = ("has_post_expert_norm", "_is_expert_parallel")  # which experts of older transformers cannot be
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")  # by which transformers describes what it can group
@@ -46,15 +48,28 @@ class Routes(NamedTuple):
 
 def group_experts(model: nn.Module) -> None:
     """Run the experts of a model here, wherever transformers runs them as grouped products."""
-    for module in model.modules():
-        if is_groupable(module):
-            wrap_forward(module, _experts_forward)
+    for module in filter(is_groupable, model.modules()):
+        experts: Any = module
+        if runs_grouped(experts) and not _is_aligned(experts):
+            problem = (
+                f"rows of {type(experts).__name__} are no multiple of {ALIGNED} bytes, as grouped products need them"
+            )
+            warn_once(f"{problem}: experts run one after the other, which is slow")
+            experts.config._experts_implementation = "eager"
+        wrap_forward(module, _experts_forward)
 
 
 def is_groupable(module: Any) -> bool:
     """Return whether a module holds the experts of a layer in the form that grouped products need."""
     described = all(hasattr(module, flag) for flag in _FLAGS) and not any(getattr(module, name, 0) for name in UNUSUAL)
     return _grouped_mm is not None and described and WEIGHTS[-1] in module._parameters
+
+
+def _is_aligned(experts: Any) -> bool:
+    """Return whether the weights of experts, as forwards read them, have rows that grouped products take."""
+    weights = [getattr(experts, name, None) for name in WEIGHTS]
+    whole = [weight for weight in weights if weight is not None and weight.dim() == 3 and not is_packed(weight)]
+    return all(width * weight.element_size() % ALIGNED == 0 for weight in whole for width in weight.shape[1:])
 
 
 def runs_grouped(experts: Any) -> bool:

@@ -21,6 +21,13 @@ from upweight.types import ImageRef
 
 # What vLLM was tried with: the tokens of prompts, log-probs after images, and new weights of the vision tower.
 SERVED_TYPES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# What was tried with vLLM 0.32 and failed, and why.
+NOT_SERVED = {
+    **dict.fromkeys(
+        ("gemma3", "llava", "llava_next"), "vLLM 0.32 does not read the vision tower as transformers writes it"
+    ),
+    **dict.fromkeys(("internvl", "mistral3"), "vLLM 0.32 does not take over all weights that training sends"),
+}
 GENERATE = "/inference/v1/generate"  # takes token ids with images
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 SENT_AS_THEY_ARE = ("PNG", "JPEG", "WEBP")  # formats that every build of Pillow decodes alike
