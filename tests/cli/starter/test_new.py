@@ -214,7 +214,7 @@ def test_a_file_of_which_no_row_can_be_read_is_refused_with_causes(tmp_path, mod
 
 
 def test_some_rows_that_cannot_be_read_are_counted_by_cause(tmp_path, model):
-    rows = [*PAIRS, {"question": "Why?", "bad": "No."}]
+    rows = [*PAIRS, {"question": "Why?", "good": {"text": "So."}, "bad": "No."}]
     (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     done = upweight("new", "mine.jsonl", "--model", model, "--yes", folder=tmp_path)
     assert done.returncode == 0, done.stderr
