@@ -191,7 +191,7 @@ def _load_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         raise UserError(
             f"lora_model_dir: no adapter at {folder!r}: not a folder here, and the hub did not give it ({error})"
         ) from None
-    logger.info("continuing the adapter in %s with the rank, alpha and targets saved there", folder)
+    logger.info("adapter: the one in %s, with the rank, alpha and targets saved there", folder)
     try:
         return PeftModel.from_pretrained(model, folder, config=config, is_trainable=True)
     except (ValueError, RuntimeError) as error:
