@@ -37,5 +37,5 @@ def test_config_and_card_of_a_run_name_servers_without_their_passwords(model_fol
     written = (tmp_path / "out" / "config.yaml").read_text() + model_card(config, [], 1)
     assert "hunter2" not in written
     assert "***@127.0.0.1:1" in written
-    assert changed_keys(config, tmp_path / "out") == []
+    assert changed_keys(config, tmp_path / "out") == {}
     assert json.dumps(config.set_keys).count("hunter2") == 2  # the run itself still has them

@@ -266,6 +266,23 @@ def test_one_empty_answer_is_counted_as_one(run, tmp_path, caplog):
     assert "row 1: the answer is empty; the row is kept" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "empty"),
+    [([{"prompt": "", "completion": "a"}, {"prompt": "q", "completion": "a"}], {"as_messages": True}, ["prompt"]),
+     ([{"prompt": " ", "completion": "a"}, {"prompt": "q", "completion": " "}], {}, ["prompt", "answer"]),
+     ([{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": " "}]}], {},
+      ["prompt", "answer"]),
+     ([{"q": "", "a": "b"}], {"type": {"field_instruction": "q", "field_output": "a"}, "as_messages": True},
+      ["prompt"])],
+)  # fmt: skip
+def test_empty_prompts_and_answers_of_sft_are_named(rows, keys, empty, run, caplog):
+    lines = run(rows, rl=None, datasets=[{"path": "rows.jsonl", **keys}], chat_template="chatml").report.lines()
+    for part in ("prompt", "answer"):
+        assert (f"1 left with an empty {part}" in lines[0]) == (part in empty)
+        line = f"the {part} is empty; the row is kept. `filter` in the entry leaves rows out"
+        assert (line in caplog.text) == (part in empty)
+
+
 def test_a_bad_row_of_a_table_is_named(run, tmp_path):
     datasets.Dataset.from_list([pair(1), {**pair(2), "chosen": None}]).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"datasets\[0\] \(rows.parquet\), row 1, 'chosen': expected text"):

@@ -123,8 +123,8 @@ def test_what_changed_since_a_run_began_is_named_when_it_is_resumed(model_folder
     file = write_config(tmp_path, model_folder, max_steps=1)
     run(file)
     changed = load_config(file, ["rl_beta=0.3", "learning_rate=0.1", "logging_steps=3"])
-    assert changed_keys(changed, tmp_path / "out") == ["learning_rate", "rl_beta"]
-    assert changed_keys(load_config(file), tmp_path / "out") == []
+    assert changed_keys(changed, tmp_path / "out").keys() == {"learning_rate", "rl_beta"}
+    assert changed_keys(load_config(file), tmp_path / "out") == {}
 
 
 def test_a_run_is_not_resumed_on_other_data_unless_that_is_allowed(model_folder, tmp_path, caplog):
@@ -177,14 +177,14 @@ def test_a_run_is_not_resumed_with_what_its_checkpoints_cannot_hold(key, model_f
     other = load_config(file, [key, *(["lora_target_linear=true"] if "lora" in key else [])])
     with pytest.raises(UserError, match=f"resume: {key.split('=')[0]}.*set otherwise"):
         train(other, resume=True)
-    assert changed_keys(load_config(file), tmp_path / "out") == []
+    assert changed_keys(load_config(file), tmp_path / "out") == {}
 
 
 def test_what_a_checkpoint_of_another_folder_holds_is_said_by_the_run_that_wrote_it(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, max_steps=1)
     run(file)
     elsewhere = [f"output_dir={tmp_path}/other", f"resume_from_checkpoint={tmp_path}/out/checkpoint-1"]
-    with pytest.raises(UserError, match="resume: optimizer set otherwise"):
+    with pytest.raises(UserError, match=r"resume: optimizer .* set otherwise"):
         train(load_config(file, [*elsewhere, "optimizer=sgd"]))
     assert not (tmp_path / "other" / "config.yaml").exists()
 
@@ -193,7 +193,7 @@ def test_a_rate_that_a_schedule_has_reduced_is_not_set_anew(model_folder, tmp_pa
     keys = {"lr_scheduler": "reduce_lr_on_plateau", "val_set_size": 0.5, "eval_steps": 1}
     file = write_config(tmp_path, model_folder, max_steps=1, **keys)
     run(file)
-    with pytest.raises(UserError, match=r"resume: learning_rate set otherwise.*reduce_lr_on_plateau"):
+    with pytest.raises(UserError, match=r"resume: learning_rate .* set otherwise.*reduce_lr_on_plateau"):
         train(load_config(file, ["learning_rate=0.1"]), resume=True)
 
 

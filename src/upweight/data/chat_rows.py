@@ -45,15 +45,22 @@ def as_messages(setup: Setup, row: Row) -> Row:
     return Row(turns)
 
 
-def has_empty_answer(setup: Setup, row: Row) -> bool:
-    """Return whether an answer of a row is blank: a cell that was left empty, or a last turn without content."""
-    columns = _columns_of(setup)
-    answers = [row.value(columns[role]) for role in ANSWERS_OF.get(setup.method.formats(), ())]
-    turns = [answer[-1] if isinstance(answer, list) and answer else answer for answer in answers]
-    texts = [
-        turn.get("content") if isinstance(turn, Mapping) and not turn.get("tool_calls") else turn for turn in turns
-    ]
-    return any(isinstance(text, str) and not text.strip() for text in texts)
+def empty_parts(setup: Setup, row: Row) -> list[str]:
+    """Return which of prompt and answer are blank in a row: a cell that was left empty, or a turn without content."""
+    columns, kind = _columns_of(setup), setup.method.formats()
+    prompts, answers = [row.value(columns["prompt"])], [row.value(columns[role]) for role in ANSWERS_OF.get(kind, ())]
+    turns = row.value(setup.entry.field_messages or "messages" if kind == "text" else "")
+    if prompts == answers == [None] and isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
+        prompts, answers = [turn for turn in turns if turn.get("role") == "user"], turns[-1:]
+    return [*["prompt"] * any(map(_is_blank, prompts)), *["answer"] * any(map(_is_blank, answers))]
+
+
+def _is_blank(value: Any) -> bool:
+    """Whether a text is blank, or the turn, or the last of several turns; calls and results of tools may be."""
+    last = value[-1] if isinstance(value, list) and value else value
+    if isinstance(last, Mapping):
+        last = None if last.get("tool_calls") or last.get("role") == "tool" else last.get("content")
+    return isinstance(last, str) and not last.strip()
 
 
 def _columns_of(setup: Setup) -> dict[str, str]:

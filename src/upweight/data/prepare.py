@@ -24,11 +24,11 @@ from upweight.data.chat_rows import has_plain_prompts, warn_of_plain_prompts
 from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import Record
-from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
+from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure, warn_of_empty_parts
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
 from upweight.data.workers import (
-    EMPTY_ANSWER,
+    EMPTY,
     Chunk,
     EncodeJob,
     encode_all,
@@ -167,20 +167,11 @@ def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], 
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
         cache.write_folder(folder, lambda target: _write_prepared(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
-    _warn_of_empty_answers(prepared.report)
+    warn_of_empty_parts(prepared.report, EMPTY)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
         require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().location(0)}")
     return prepared
-
-
-def _warn_of_empty_answers(report: PrepareReport) -> None:
-    for part in report.parts:
-        if part.empty is not None:
-            empty = part.notes[EMPTY_ANSWER]
-            others = f"; so are those of {empty:,} rows in all, and they are kept" if empty > 1 else "; the row is kept"
-            what = f"the answer is empty{others}"
-            logger.warning("%s, %s: %s. `filter` in the entry leaves rows out", part.where, part.empty, what)
 
 
 def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -268,8 +259,8 @@ class _Builder:
         rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
-        if chunk.empty is not None and part.empty is None:
-            part.empty = self.jobs[chunk.job].rows.location(chunk.empty)
+        for name, row in chunk.empty.items():
+            part.empty.setdefault(name, self.jobs[chunk.job].rows.location(row))
         self.column_names |= chunk.column_names
         if chunk.digests:
             fresh: list[bool] = []

@@ -1,11 +1,14 @@
 """The report on data preparation: rows read, kept and dropped, token lengths, and suggested settings."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
+
+from upweight.log import logger
 
 PERCENTILES = (50, 90, 95, 99)
 ROUNDING = 64  # suggested lengths are multiples of this
@@ -21,7 +24,7 @@ class EntryCounts:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
     notes: Counter[str] = field(default_factory=Counter)  # change made to records that were kept -> records
-    empty: str | None = None  # place of the first row with an empty answer
+    empty: dict[str, str] = field(default_factory=dict)  # prompt or answer -> place of the first row without it
 
 
 @dataclass
@@ -57,6 +60,17 @@ class PrepareReport:
         source = "from the cache" if self.cached else f"in {self.seconds:.1f} s"
         evaluation = f", {self.eval_rows:,} to evaluate on" if self.eval_rows else ""
         return [*lines, f"prepared {self.train_rows:,} rows to train on{evaluation}, {source}"]
+
+
+def warn_of_empty_parts(report: PrepareReport, notes: Mapping[str, str]) -> None:
+    """Warn of rows whose prompt or answer is empty, with the first of them; `notes` has the note that counts each."""
+    for counts in report.parts:
+        in_config = counts.where.startswith(("datasets", "test_datasets"))
+        remedy = f"`filter` {'in the entry' if in_config else 'of the dataset'} leaves rows out"
+        for part, place in counts.empty.items():
+            rows = counts.notes[notes[part]]
+            others = f"; so are those of {rows:,} rows in all, and they are kept" if rows > 1 else "; the row is kept"
+            logger.warning("%s, %s: the %s is empty%s. %s", counts.where, place, part, others, remedy)
 
 
 REPORT_JSON = TypeAdapter(PrepareReport)  # to and from JSON values

@@ -19,7 +19,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from upweight.config.sections.data import UserFormat
-from upweight.data.chat_rows import has_empty_answer
+from upweight.data.chat_rows import empty_parts
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
 from upweight.data.columns import ROLES, mapping_advice, type_mapping
 from upweight.data.encode import Encoder
@@ -36,7 +36,7 @@ WORTH_FORKING = 20_000  # rows below which more processes cost more than they br
 MOST_PROCESSES = 16
 LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
-EMPTY_ANSWER = "left with an empty answer"
+EMPTY = {part: f"left with an empty {part}" for part in ("prompt", "answer")}
 OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
 # Keys of an entry that name a column.
@@ -107,7 +107,7 @@ class Chunk:
     signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
     notes: Counter[str]
-    empty: int | None  # the first row of the job with an empty answer
+    empty: dict[str, int]  # prompt or answer -> the first row of the job in which it is empty
 
 
 def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
@@ -171,9 +171,12 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     users = [name for name in ("filter", "transform") if getattr(job.encoder, name)]
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
-    judged = rows if job.encoder.transform is None else ()  # a transform writes the answers that are read
-    empty = [row for row, content in enumerate(judged) if encoded[row] and _is_empty(job, content)]
-    notes += Counter({EMPTY_ANSWER: len(empty)})
+    empty: dict[str, int] = {}
+    judged = rows if job.encoder.transform is None else ()  # a transform writes the texts that are read
+    for row, content in enumerate(judged, start):
+        for part in empty_parts(job.encoder.setup, Row(content)) if encoded[row - start] else ():
+            notes[EMPTY[part]] += 1
+            empty.setdefault(part, row)
     signature_RH, contaminated = _compared(job, rows)
     for row, records in enumerate(encoded, start):
         if records and row - start in contaminated:
@@ -198,13 +201,8 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     signature_NH = signature_RH[origin_N2[:, 0] - start] if len(signature_RH) else signature_RH
     rank = job.encoder.setup.data.curriculum_column
     ranks = [_rank(job, row, rows[row - start], rank) for row, _ in origin] if rank and not job.evaluation else []
-    first = start + empty[0] if empty else None
     of_records = (batch, origin_N2, length_M3, names, ranks, digests, signature_NH)
-    return Chunk(job_number, stop - start, *of_records, dropped, notes, first)
-
-
-def _is_empty(job: EncodeJob, row: Mapping[str, Any]) -> bool:
-    return has_empty_answer(job.encoder.setup, Row(row))
+    return Chunk(job_number, stop - start, *of_records, dropped, notes, empty)
 
 
 def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:

@@ -119,10 +119,10 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
     """Write config.yaml and move checkpoints away that are newer than the one to resume from."""
     if resume and checkpoint is None and checkpoints_of(folder):
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
-    changed = changed_keys(config, checkpoint.parent) if checkpoint else []
+    changed = changed_keys(config, checkpoint.parent) if checkpoint else {}
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)
     if changed:
-        logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
+        logger.warning("warning: set otherwise than when the run began: %s", "; ".join(changed.values()))
     if (folder / MERGED).is_dir():
         logger.warning("warning: %s is of the adapter before this run; `merge-lora` makes it anew", folder / MERGED)
     remove_partials(folder)

@@ -11,7 +11,9 @@ import yaml
 from transformers import LlamaConfig
 
 from made_runs import upweight, write_model
+from upweight.cli.starter.filters import repeated_notes
 from upweight.cli.starter.new import new, propose
+from upweight.cli.starter.plan import Plan
 from upweight.cli.starter.table import Table
 from upweight.errors import UserError
 
@@ -34,6 +36,15 @@ def write_csv(file, rows):
         writer = csv.DictWriter(opened, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_repeated_rows_are_counted_in_the_columns_that_are_read():
+    rows = [{"id": n, "question": f"What is {n % 8}?", "answer": "It is."} for n in range(10)]
+    plan = Plan(Table(Path("mine.csv"), rows), "sft", "m", {"type": {"field_prompt": "question", "field_o": "answer"}})
+    (note,) = repeated_notes(plan)
+    assert note.startswith("duplicates: 2 of the first 10 rows repeat an earlier one (row 8: row 0); `dataset_exact_")
+    assert repeated_notes(Plan(plan.table, "grpo", "m")) == []  # their rewards may read the id
+    assert repeated_notes(Plan(Table(Path("mine.csv"), rows[:8]), "sft", "m", plan.entry)) == []
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_the_written_config_is_the_run_again(name, tmp_path):
         right = getattr(config, section).model_dump()
         right.pop("batch_size", None)
         assert {k: v for k, v in getattr(again, section).model_dump().items() if k in right} == right
-    assert changed_keys(again, tmp_path) == changed_keys(config, tmp_path) == []
+    assert changed_keys(again, tmp_path) == changed_keys(config, tmp_path) == {}
     assert not [notice for notice in again.notices if "no effect" in notice]
 
 
@@ -45,7 +45,7 @@ def test_the_written_config_is_the_run_again(name, tmp_path):
 def test_a_written_config_that_is_damaged_is_warned_of(content, tmp_path, caplog):
     config = parse_config(CONFIGS["grpo"], folder=tmp_path)
     (tmp_path / "config.yaml").write_bytes(content)
-    assert changed_keys(config, tmp_path) == []
+    assert changed_keys(config, tmp_path) == {}
     assert f"{tmp_path / 'config.yaml'} cannot be read" in caplog.text
 
 
@@ -78,8 +78,23 @@ def test_a_resume_refuses_keys_that_choose_other_weights(keys, refused, tmp_path
     before = {**PAIRS, "rl": "dpo", **LORA}
     write_config(parse_config(before, folder=tmp_path), tmp_path)
     changed = changed_keys(parse_config({**before, **keys}, folder=tmp_path), tmp_path)
-    with pytest.raises(UserError, match=f"resume: {refused} set otherwise") if refused else nullcontext():
+    with (
+        pytest.raises(UserError, match=rf"resume: {refused}.* \(.* then, .* now\) set otherwise")
+        if refused
+        else nullcontext()
+    ):
         require_same_resume_keys(changed, tmp_path / "checkpoint-1", "cosine")
+
+
+def test_changed_keys_have_both_values(tmp_path):
+    before = {**PAIRS, "rl": "dpo", "max_steps": 4}
+    write_config(parse_config(before, folder=tmp_path), tmp_path)
+    rows = [{**PAIRS["datasets"][0], "split": "train[:9]"}]
+    now = parse_config({**before, "max_steps": None, "rl_beta": 0.3, "datasets": rows}, folder=tmp_path)
+    assert changed_keys(now, tmp_path) == {
+        "max_steps": "max_steps (4 then, unset now)", "rl_beta": "rl_beta (0.1 then, 0.3 now)",
+        "datasets": 'datasets[0].split (unset then, "train[:9]" now)',
+    }  # fmt: skip
 
 
 def test_each_log_is_one_line_that_every_parser_reads(tmp_path):

@@ -1,10 +1,11 @@
 """Rows of a user's file with an empty cell, and the function beside the config that leaves them out."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.starter.plan import KINDS, Plan
+from upweight.cli.starter.plan import KINDS, READ, Plan
 
 TEXTS = {
     "pairs": ("prompt", "chosen", "rejected"),
@@ -45,6 +46,24 @@ def leave_out_empty(plan: Plan, output: Path) -> None:
     target.write_text(KEEP.format(config=output, names=needed), encoding="utf-8")
     plan.entry["filter"] = FUNCTION
     plan.notes.append(f"{problem}; `filter: {FUNCTION}` leaves such rows out, by {target}, which you can change")
+
+
+def repeated_notes(plan: Plan) -> list[str]:
+    """Return how many rows repeat an earlier one in the columns that are read, and what leaves them out."""
+    form = plan.entry.get("type")
+    read = [*form.values()] if isinstance(form, dict) else [name for name in plan.table.columns if name in READ]
+    columns = plan.table.columns if plan.method == "grpo" else read  # whose rewards get every column
+    first: dict[str, int] = {}  # row of each text
+    texts = [json.dumps([row.get(name) for name in columns], default=str) for row in plan.rows]
+    repeated = [number for number, text in enumerate(texts) if first.setdefault(text, number) < number]
+    if not columns or not repeated:
+        return []
+    verb, of_earlier = "repeats" if len(repeated) == 1 else "repeat", first[texts[repeated[0]]]
+    problem = (
+        f"{len(repeated)} of the first {len(texts)} rows {verb} an earlier one (row {repeated[0]}: row {of_earlier})"
+    )
+    remedy = "`dataset_exact_deduplication: true` in the config leaves repeated rows out (upweight docs data)"
+    return [f"duplicates: {problem}; {remedy}"]
 
 
 def _needed(plan: Plan) -> list[str]:

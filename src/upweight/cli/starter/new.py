@@ -11,8 +11,8 @@ import typer
 from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import explain_export
-from upweight.cli.starter.filters import is_complete, leave_out_empty
-from upweight.cli.starter.plan import KINDS, REWARDS, Plan, content, prompt_column, text_of
+from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
+from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, prompt_column, text_of
 from upweight.cli.starter.table import ALIASES, Table, read_columns, read_values
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
@@ -21,8 +21,6 @@ from upweight.log import logger
 if TYPE_CHECKING:
     from upweight.config import Config
 
-READ = {"prompt", "chosen", "rejected", "completion", "label", "messages", "conversations", "instruction", "input",
-        "output", "text", "system", "tools", "margin", "image", "images", "input_ids", "labels"}  # fmt: skip
 CHAT_NAME = re.compile(r"(?:^|[-_.])(instruct|chat|it|zephyr|assistant)(?:[-_.\d]|$)", re.IGNORECASE)  # of models
 LOOKED_AT = 200  # rows, for their columns and lengths
 CAUSES = 3  # that are named of rows that cannot be read
@@ -73,6 +71,7 @@ def new(
     plan.notes += _unread_notes(plan)
     _fit_model(plan, output)
     leave_out_empty(plan, output)
+    plan.notes += repeated_notes(plan)
     _write(plan, output)
 
 

@@ -9,6 +9,9 @@ from upweight.cli.starter.table import Table
 
 KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "reward": "pairs", "kto": "labelled",
          "sft": "text", "grpo": "prompts"}  # fmt: skip
+# Columns that are read where no mapping names others.
+READ = {"prompt", "chosen", "rejected", "completion", "label", "messages", "conversations", "instruction", "input",
+        "output", "text", "system", "tools", "margin", "image", "images", "input_ids", "labels"}  # fmt: skip
 HEADS = {
     "reward": "reward_model: true",
     "sft": "",

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -30,6 +31,7 @@ from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, bu
 from upweight.train.recording.trackers import name_tracker_errors
 from upweight.user_modules import changed_code
 
+SHOWN = 60  # characters of a value in a message
 CHANGEABLE = {  # keys of an adapter that a resumed run may change
     "lora_model_dir", "lora_alpha", "lora_alpha_pattern", "lora_dropout", "peft_use_rslora", "loraplus_lr_ratio",
     "loraplus_lr_embedding", "load_in_4bit", "load_in_8bit", "quantize_moe_experts", "bnb_config_kwargs",
@@ -47,34 +49,52 @@ def write_config(config: Config, folder: Path) -> None:
     write_text(folder / CONFIG, yaml.safe_dump(yaml_content(config), sort_keys=False, allow_unicode=True))
 
 
-def changed_keys(config: Config, folder: Path) -> list[str]:
-    """Return the keys that affect training and have changed since the run in `folder` started."""
+def changed_keys(config: Config, folder: Path) -> dict[str, str]:
+    """Return the keys that affect training and have changed since the run in `folder` started, with both values."""
     if not (folder / CONFIG).exists():
-        return []
+        return {}
     try:
         before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         before = None
     if not isinstance(before, dict):
         warn_once(f"{folder / CONFIG} cannot be read; whether keys changed since the run began is not checked")
-        return []
+        return {}
     now = yaml.safe_load(yaml.safe_dump(yaml_content(config)))
     added = [key for key in now if key not in before]  # by a later version, with the default unless it is set
     unset = [key for key in added if not any(path.split(".")[0] == key for path in config.set_keys)]
     paths = [key.path for section in (RunSection, CallbackSection, TrackingSection) for key in keys_of(section)]
-    return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in (*paths, *unset)]
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in (*paths, *unset)]
+    return {key: "; ".join(_differences(key, before.get(key), now.get(key))) for key in changed}
 
 
-def require_same_resume_keys(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
+def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield what differs between two values of a key, each with its path, as it was and as it is."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            if before.get(key) != now.get(key):
+                yield from _differences(f"{path}.{key}", before.get(key), now.get(key))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old != new:
+                yield from _differences(f"{path}[{number}]", old, new)
+    else:
+        yield f"{path} ({_shown(before)} then, {_shown(now)} now)"
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else shorten(json.dumps(value, ensure_ascii=False), SHOWN, placeholder=" ...")
+
+
+def require_same_resume_keys(changed: Mapping[str, str], checkpoint: Path | None, scheduler: str) -> None:
     """Raise where changed keys do not fit the weights, optimizer or learning rate of the checkpoint."""
     remedy = "Set it as in the run's config.yaml, or begin a new run in another output_dir."
     otherwise = "set otherwise than when the run began"
     if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
-        raise UserError(
-            f"resume: learning_rate {otherwise}; 'reduce_lr_on_plateau' goes on from {checkpoint}. {remedy}"
-        )
-    if keys := [key for key in changed if key in RESUME_KEYS]:
-        raise UserError(f"resume: {', '.join(keys)} {otherwise}; {checkpoint} holds what was trained then. {remedy}")
+        problem = f"resume: {changed['learning_rate']} {otherwise}; 'reduce_lr_on_plateau' goes on from {checkpoint}"
+        raise UserError(f"{problem}. {remedy}")
+    if values := [value for key, value in changed.items() if key in RESUME_KEYS]:
+        raise UserError(f"resume: {'; '.join(values)} {otherwise}; {checkpoint} holds what was trained then. {remedy}")
 
 
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
