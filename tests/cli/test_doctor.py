@@ -1,6 +1,8 @@
 """`upweight doctor` as a person and as a program run it."""
 
 import json
+import subprocess
+import sys
 
 from typer.testing import CliRunner
 
@@ -52,3 +54,15 @@ def test_nothing_there_is_said(tmp_path):
     assert "neither a config nor the folder of a run" in str(done.exception)
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "nothing")])
     assert "there is no such config or run." in str(done.exception)
+
+
+def test_a_run_is_judged_without_what_computes(tmp_path):
+    rows = run_of(HEALTHY, steps=40)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(write_online(tmp_path, tmp_path / "model").read_text())
+    code = (
+        f"import sys; from upweight.cli import doctor; doctor.run({str(tmp_path)!r}, [], as_json=False);"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'peft', 'httpx') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["nothing is wrong", "[]"]

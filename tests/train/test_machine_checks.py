@@ -67,7 +67,8 @@ def test_a_swanlab_that_transformers_cannot_call_is_named(number, fits, tmp_path
     monkeypatch.setattr("upweight.train.machine_checks._installed", lambda _: True)
     monkeypatch.setattr("upweight.train.machine_checks.version", lambda _: number)
     problems = check_machine(parse_config({**BASE, "use_swanlab": True}, folder=tmp_path))
-    named = [f'use_swanlab: transformers calls what swanlab {number} no longer has: pip install "swanlab<0.8".']
+    reason = f"transformers calls what swanlab {number} no longer has"
+    named = [f'use_swanlab: {reason}: pip install "swanlab<0.8", or drop the key.']
     assert problems == ([] if fits else named)
 
 

@@ -23,18 +23,7 @@ def run(target: str | None, overrides: list[str], *, as_json: bool) -> int:
     path = Path(target).expanduser() if target is not None else None
     if path is not None and not path.exists():
         raise UserError(no_such_run(path, "config or run"))
-    # read before the libraries that train, which take seconds to load
-    config = read_config(path, overrides) if path is not None and not path.is_dir() else None
-
-    from upweight.doctor.config import check_config
-    from upweight.doctor.machine import check_machine
-    from upweight.doctor.run import check_run
-
-    quiet_transformers()
-    if path is not None and config is None:
-        findings = check_run(path)
-    else:
-        findings = [*check_machine(), *(check_config(config) if config is not None else ())]
+    findings = _check_run(path) if path is not None and path.is_dir() else _check_machine(path, overrides)
     wrong = sum(finding.wrong for finding in findings)
     if as_json:
         print(json.dumps({"wrong": wrong, "findings": list(map(asdict, findings))}, ensure_ascii=False))
@@ -45,6 +34,24 @@ def run(target: str | None, overrides: list[str], *, as_json: bool) -> int:
             print(f"{'':8}{'remedy' if finding.wrong else 'hint'}: {finding.remedy}")
     print(f"\n{wrong} of {len(findings)} findings need action" if wrong else _all_well(findings))
     return int(wrong > 0)
+
+
+def _check_run(folder: Path) -> "list[Finding]":
+    """Judge a run by its folder, without the libraries that train, which take seconds to load."""
+    from upweight.doctor.run import check_run
+
+    return check_run(folder)
+
+
+def _check_machine(path: Path | None, overrides: list[str]) -> "list[Finding]":
+    """Check the machine, and the config where one is named."""
+    config = read_config(path, overrides) if path is not None else None  # before what takes seconds to load
+
+    from upweight.doctor.config import check_config
+    from upweight.doctor.machine import check_machine
+
+    quiet_transformers()
+    return [*check_machine(), *(check_config(config) if config is not None else ())]
 
 
 def _all_well(findings: "list[Finding]") -> str:

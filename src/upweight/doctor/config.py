@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from upweight.config import Config
 from upweight.config.rules.training import single_answers, unusual_rate
+from upweight.config.sections.training import LESS_MEMORY
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
@@ -19,7 +20,7 @@ from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.models.load import load_failures, load_model_config
-from upweight.models.memory import GIB, LESS_MEMORY, Memory
+from upweight.models.memory import GIB, Memory
 from upweight.models.memory_plan import plan_memory, trained_weights
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards

@@ -9,9 +9,9 @@ from typing import Any
 
 from upweight.config import load_config
 from upweight.config.rules.training import single_answers, unusual_rate
+from upweight.config.sections.training import LESS_MEMORY
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
-from upweight.models.memory import LESS_MEMORY
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, no_run_in, read_json, this_machine
 from upweight.runs.health import Waiting, too_early, verdicts

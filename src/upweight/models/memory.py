@@ -14,7 +14,7 @@ from transformers.modeling_utils import set_zero3_state
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
-from upweight.config.sections.training import OptimSection
+from upweight.config.sections.training import LESS_MEMORY, OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.kernels.grouped_experts import WEIGHTS
@@ -35,11 +35,6 @@ FORWARD_SHARE, SAMPLER_SHARE, KEPT_SHARE = 0.5, 0.5, 0.5
 FUSED_ACTIVATIONS = ("silu", "swish")  # of models whose norms and gated blocks run as fused kernels on a GPU
 LAYERS_IN_FLIGHT = 2  # inputs of layers that are on the device while the others are in host memory
 MIN_TOKEN_BUDGET = 256  # below which a row is not cut when a step ran out of memory
-LESS_MEMORY = (  # remedies, the cheapest first
-    "'memory: lean', or of its keys 'gradient_checkpointing: true' alone; a shorter 'sequence_len' or "
-    "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
-    "GPUs; `upweight fits CONFIG` estimates each"
-)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
 """Check that this machine can run a config; what is wrong on any machine is found by `upweight.config.rules`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from packaging.version import Version
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
 from upweight.config.sections.training import FROM_BITSANDBYTES, GALORE, LOW_RANK
 from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import enabled_trackers
 from upweight.train.distributed.deepspeed import NOT_INSTALLED
@@ -22,6 +23,9 @@ from upweight.train.recording.trackers import key_of_tracker
 from upweight.train.user_code import load_user_code
 
 SWANLAB = '"swanlab<0.8"'  # whose `get_run` returns None before a run, as transformers' callback expects
+# Trackers whose module has another name than in `report_to`, and those that pip calls otherwise.
+TRACKER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
+TRACKER_PACKAGES = {"azure_ml": "azureml-sdk", "swanlab": SWANLAB}
 # Optimizers by the package they come from, and what pip calls it.
 SCHEDULE_FREE = ("schedulefree", "schedulefree")
 OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
@@ -69,13 +73,8 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     elif trains and config.optim.optimizer in LOW_RANK and not _installed("bitsandbytes"):  # also those without 8 bits
         yield f"optimizer: {package} is installed, and imports one that is not: pip install bitsandbytes."
     for tracker in enabled_trackers(config.tracking):
-        names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
-        if not any(map(_installed, names)):
-            package = SWANLAB if tracker == "swanlab" else tracker
-            key = key_of_tracker(tracker.removesuffix("_ml"), config.set_keys)
-            yield f"{key}: the tracker is not installed: pip install {package}, or drop the key."
-        elif tracker == "swanlab" and (installed := _version(tracker)) is not None and installed >= Version("0.8"):
-            yield f"use_swanlab: transformers calls what swanlab {installed} no longer has: pip install {SWANLAB}."
+        if (problem := tracker_problem(tracker)) is not None:
+            yield f"{key_of_tracker(tracker.removesuffix('_ml'), config.set_keys)}: {problem}, or drop the key."
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
     if (config.teacher.load_in_4bit or config.teacher.load_in_8bit) and not _installed("bitsandbytes"):
@@ -88,6 +87,27 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
         yield "trl.vllm_mode: colocate needs vLLM in this Python environment; install it, or use a server."
     if samples_from_server(config) and direct_transfer(config) == "nccl" and not _installed("vllm"):
         yield "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment; install it, or use 'folder'."
+
+
+def tracker_problem(tracker: str) -> str | None:
+    """Return why a tracker, by its name in `report_to`, cannot be used here, with what to install; None if it can."""
+    modules = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (TRACKER_MODULES.get(tracker, tracker),)
+    package = TRACKER_PACKAGES.get(tracker, modules[0])
+    if tracker != "kubeflow" and not any(map(_installed, modules)):  # which needs no package
+        return f"the tracker is not installed: pip install {package}"
+    if tracker == "swanlab" and (installed := _version(tracker)) is not None and installed >= Version("0.8"):
+        return f"transformers calls what swanlab {installed} no longer has: pip install {SWANLAB}"
+    return None
+
+
+def report_to_problems(names: Iterable[str] | None) -> Iterator[str]:
+    """Yield what is wrong with `report_to`, which transformers would read after the model is loaded."""
+    for name in names or ():
+        if name not in INTEGRATION_TO_CALLBACK:
+            hint = did_you_mean(name, INTEGRATION_TO_CALLBACK) or f" One of {', '.join(INTEGRATION_TO_CALLBACK)}."
+            yield f"report_to: '{name}' is not a tracker.{hint}"
+        elif (problem := tracker_problem(name)) is not None:
+            yield f"report_to='{name}': {problem}, or leave it out; the run's folder has all metrics anyway."
 
 
 def folders(config: Config) -> Iterator[str]:

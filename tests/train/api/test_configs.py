@@ -186,3 +186,18 @@ def test_alphapo_is_simpo_without_a_likelihood_term(tmp_path):
 def test_what_settings_refuse_together_is_said_in_the_words_of_scripts(tmp_path):
     with pytest.raises(UserError, match=r"precompute_ref_log_probs: .*the argument.*'loss_type=\"apo_zero_unpaired\"'"):
         KTOConfig(output_dir=str(tmp_path), precompute_ref_log_probs=True)
+
+
+@pytest.mark.parametrize(
+    ("report_to", "says"),
+    [("tensorboard", "report_to='tensorboard': the tracker is not installed: pip install tensorboard, or leave it out"),
+     (["azure_ml"], "pip install azureml-sdk"), ("flyte", "pip install flytekit"), ("swanlab", 'install "swanlab<0.8"'),
+     ("tensorbord", "report_to: 'tensorbord' is not a tracker. Did you mean 'tensorboard'?"),
+     ("mine", "report_to: 'mine' is not a tracker. One of azure_ml, ")],
+)  # fmt: skip
+def test_a_tracker_that_is_not_there_is_refused_before_a_model_is_loaded(report_to, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.train.machine_checks._installed", lambda _: False)
+    with pytest.raises(UserError) as error:
+        SFTConfig(output_dir=str(tmp_path), report_to=report_to)
+    assert says in str(error.value)
+    assert SFTConfig(output_dir=str(tmp_path), report_to="none").report_to == []

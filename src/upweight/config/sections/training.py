@@ -27,6 +27,11 @@ FsdpWord = Literal[
     "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload",
 ]  # fmt: skip
 StateDict = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+LESS_MEMORY = (  # remedies, the cheapest first
+    "'memory: lean', or of its keys 'gradient_checkpointing: true' alone; a shorter 'sequence_len' or "
+    "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
+    "GPUs; `upweight fits CONFIG` estimates each"
+)
 
 
 class RateGroup(Strict):

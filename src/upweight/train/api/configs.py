@@ -26,6 +26,7 @@ from upweight.train.api.as_config import checked_config, error_translator
 from upweight.train.api.fields import field_for, help_of, no_effect, refused, with_help
 from upweight.train.distributed.deepspeed import require_deepspeed
 from upweight.train.distributed.ranks import init_single_rank
+from upweight.train.machine_checks import report_to_problems
 
 AnySection = TypeVar("AnySection", bound=Section)
 BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
@@ -186,6 +187,7 @@ class MethodArguments(TrainingArguments):
             problems.append("accelerator_config: 'split_batches', 'num_steps': other arguments set the size of a step.")
         if self.truncation_mode != "keep_start":
             problems.append("truncation_mode: only 'keep_start' is there: cutting the beginning loses the prompt.")
+        problems.extend(report_to_problems(self.report_to))
         if problems:
             raise UserError("\n".join(problems))
 
