@@ -75,7 +75,7 @@ class Engine:
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         _install_forward(base)
         add_adapters_in_place(model)
-        group_experts(model)
+        group_experts(base)
         add_expert_adapters(model)
         fuse_layers(model)
         fuse_rotary(model)

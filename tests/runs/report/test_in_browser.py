@@ -70,6 +70,19 @@ def test_identical_completions_are_folded_with_their_number(tmp_path):
     assert "answer 1" in shown
 
 
+def test_images_of_the_prompt_and_of_tools_are_shown(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    run = write_run(tmp_path / "run")
+    for name in ("red", "blue"):
+        image.new("RGB", (60, 30), name).save(tmp_path / f"{name}.png")
+    red, blue = ([{"digest": name, "path": str(tmp_path / f"{name}.png")}] for name in ("red", "blue"))
+    rows = [completion(10, 0, images=red, observed_images=blue), completion(10, 1, images=red)]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines(rows))
+    shown = seen(write_report([run]), tmp_path)
+    assert len(re.findall(r'<img src="data:image/jpeg;base64,[^"]+" alt="image that a tool', shown)) == 1
+    assert shown.count('alt="image of the prompt"') >= 1
+
+
 def test_rewards_and_lengths_are_drawn_over_steps(tmp_path):
     shown = seen(write_report([write_run(tmp_path / "run")]), tmp_path)
     assert "Rewards of completions" in shown

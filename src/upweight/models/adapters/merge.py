@@ -137,7 +137,7 @@ def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int,
     if not isinstance(config, LoraConfig) or config.target_parameters or config.bias != "none" or config.lora_bias:
         return "the adapter changes more than the weights of layers"
     base_config = config_with_head(section, head)
-    base = model_without_weights(section, head, base_config)
+    base: Any = model_without_weights(section, head, base_config)
     if tokens > base.get_input_embeddings().num_embeddings:
         return "its vocabulary has grown"
     in_model, tied = set(base.state_dict()), base.get_expanded_tied_weights_keys(all_submodels=True)

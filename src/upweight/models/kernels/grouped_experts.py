@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
@@ -46,17 +47,15 @@ class Routes(NamedTuple):
     ends_X: Tensor  # of each expert's pairs
 
 
-def group_experts(model: nn.Module) -> None:
+def group_experts(model: PreTrainedModel) -> None:
     """Run the experts of a model here, wherever transformers runs them as grouped products."""
-    for module in filter(is_groupable, model.modules()):
-        experts: Any = module
-        if runs_grouped(experts) and not _is_aligned(experts):
-            problem = (
-                f"rows of {type(experts).__name__} are no multiple of {ALIGNED} bytes, as grouped products need them"
-            )
-            warn_once(f"{problem}: experts run one after the other, which is slow")
-            experts.config._experts_implementation = "eager"
-        wrap_forward(module, _experts_forward)
+    layers: list[Any] = list(filter(is_groupable, model.modules()))
+    if any(runs_grouped(experts) and not _is_aligned(experts) for experts in layers):
+        problem = f"rows of experts are no multiple of {ALIGNED} bytes, as grouped products need them"
+        warn_once(f"{problem}: experts run one after the other, which is slow")
+        model.set_experts_implementation("eager")
+    for experts in layers:
+        wrap_forward(experts, _experts_forward)
 
 
 def is_groupable(module: Any) -> bool:
