@@ -19,6 +19,7 @@ from made_runs import largest_difference, metrics_of, on_ranks, started, write_c
 from slow_cases import slow_except
 from upweight.config import load_config
 from upweight.errors import UserError
+from upweight.models.memory import HEAD_CHUNK
 from upweight.runs.checkpoints import checkpoints_of, is_whole
 from upweight.train.policy import freeze_all_but
 from upweight.train.recording.run_folder import changed_keys
@@ -203,7 +204,6 @@ from pathlib import Path
 import psutil
 from transformers import TrainerCallback
 from upweight.config import load_config
-from upweight.models.memory import HEAD_CHUNK
 from upweight.train.run import train
 
 class Kill(TrainerCallback):
