@@ -30,6 +30,17 @@ def adapted(kind, options, changes):
     return get_peft_model(tiny(kind, **changes), LoraConfig(**given))
 
 
+def test_an_adapter_is_saved_without_warnings_of_peft(tmp_path, monkeypatch, recwarn):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = adapted("llama", {"target_modules": ["q_proj", "embed_tokens"]}, {})
+    model.peft_config["default"].base_model_name_or_path = "nobody/nothing"
+    save_model(model, tmp_path, BF16)
+    model = adapted("llama", {}, {})
+    model.peft_config["default"].base_model_name_or_path = "nobody/nothing"
+    save_model(model, tmp_path, BF16)
+    assert [str(one.message) for one in recwarn if "peft" in one.filename] == []
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_merged_weights_compute_the_same_and_the_policy_is_untouched(case, tmp_path):
     model = adapted(*CASES[case])

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import logging
 import shutil
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from made_gguf import write_gguf
 from made_runs import write_model
@@ -23,7 +25,14 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.log import _warned
 from upweight.models import load
-from upweight.models.load import compute_dtype, disable_dropout, load_model, load_model_config, master_dtype
+from upweight.models.load import (
+    compute_dtype,
+    disable_dropout,
+    load_failures,
+    load_model,
+    load_model_config,
+    master_dtype,
+)
 from upweight.models.precision import set_up_precision
 
 CPU = torch.device("cpu")
@@ -287,6 +296,16 @@ def test_dropout_is_off_everywhere():
     layer = nn.Dropout(0.3)
     disable_dropout(layer)
     assert layer.p == 0
+
+
+def test_a_missing_gguf_package_is_one_message(tmp_path, monkeypatch, caplog):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(load_gguf_checkpoint.__globals__, "is_gguf_available", lambda *_: False)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    reads = "reading GGUF files needs the package gguf: pip install gguf"
+    with pytest.raises(UserError, match=reads), load_failures("base_model", str(tmp_path), "model"):
+        load_gguf_checkpoint(str(tmp_path / "tiny.gguf"))
+    assert "Loading a GGUF checkpoint" not in caplog.text
 
 
 def test_a_gguf_file_is_unpacked_into_plain_weights(tmp_path):

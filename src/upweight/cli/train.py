@@ -186,7 +186,6 @@ def _as_one_of_many() -> Iterator[None]:
     end_with_launcher()
     quiet_transformers(progress_bars=sys.stderr.isatty())
     warnings.simplefilter("ignore", FutureWarning)  # about how these libraries call each other
-    warnings.filterwarnings("ignore", "Could not find a config file in")  # PEFT at every save, beside a GGUF file
     try:
         yield
         from upweight.train.distributed.ranks import leave_ranks

@@ -1,5 +1,6 @@
 """Write or send the weights, or the adapter, in the dtype of forwards, without changing the weights in training."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ def save_model(
 ) -> None:
     """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer."""
     if isinstance(model, PeftModel):
-        model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
+        with (
+            warnings.catch_warnings()
+        ):  # PEFT's at every save: offline or beside a GGUF file, and of adapted embeddings
+            warnings.filterwarnings("ignore", "Could not find a config file in|Setting `save_embedding_layers`")
+            model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
     else:
         weights = computed_weights(model, state_dict or model.state_dict(), dtype)
         # Gathered or cast weights share no memory, by which `save_pretrained` recognises tied ones.

@@ -35,6 +35,11 @@ DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
 MOST_NAMED = 5  # tokens in a message
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
+# What transformers logs before the error of a package that is missing, which `load_failures` words with its remedy.
+logging.getLogger("transformers.modeling_gguf_pytorch_utils").addFilter(
+    lambda record: not record.getMessage().startswith("Loading a GGUF checkpoint in PyTorch, requires")
+)
+
 
 def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "base_model") -> tuple[str, str | None]:
     """Return the folder or hub id that the user named, and the GGUF file in it."""
