@@ -151,7 +151,7 @@ class Health:
     def _rules(self) -> list[Rule]:
         """Return the rules for this kind of run; the metrics that a run logs say which it is."""
         first = self.start[0] if self.start else {}
-        kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
+        kinds = ("offline", "pairs") if "rewards/accuracies" in first else ("offline",)
         kinds = ("online",) if "frac_reward_zero_std" in first else kinds
         return [rule for rule in RULES if rule.kind in kinds]
 

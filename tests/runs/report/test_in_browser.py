@@ -137,3 +137,15 @@ def test_words_are_found_in_all_steps(tmp_path):
         assert page.value(shown) is True
         assert "step 1" in page.value("document.getElementById('written').textContent")
         assert page.problems == []
+
+
+@pytest.mark.parametrize(
+    ("splits", "labels"),
+    [([5.6776, 5.67765, 5.6777], ["5.67760", "5.67765", "5.67770"]), ([12345, 12346], ["12345", "12346"]),
+     ([-0.00002, 0, 0.00002], None), ([0, 0.5, 1], ["0", "0.5", "1.0"])],
+)  # fmt: skip
+def test_ticks_of_a_curve_that_hardly_moves_differ(splits, labels, tmp_path):
+    with browser_page(tmp_path / "profile") as page:
+        page.open(write_report([write_run(tmp_path / "run")]).resolve().as_uri(), 1280)
+        shown = page.value(f"tickLabels({splits})")
+    assert shown == labels if labels else len(set(shown)) == len(splits)

@@ -1,13 +1,17 @@
 """Completions as files: token by token, within bounds."""
 
+import dataclasses
+import io
 import json
 
+import pytest
 import torch
+from rich.console import Console
 
 from made_tokenizers import byte_tokenizer
 from upweight.rollout.rollout import Rollout
 from upweight.train.recording import completions
-from upweight.train.recording.completions import CompletionFiles, token_texts
+from upweight.train.recording.completions import CompletionFiles, ShownCompletions, token_texts
 from upweight.types import Completion, Group
 
 
@@ -26,6 +30,20 @@ def rollout(*written: Completion) -> Rollout:
 
 def rows_of(folder, name="step_00001"):
     return [json.loads(line) for line in (folder / "completions" / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_headings_stay_whole_and_logged_columns_are_shown(width):
+    names = ["think_format_reward", "accuracy_reward", "length"]
+    numbers = torch.tensor([[0.5, 1.0, 0.25]])
+    group = Group(0, {"prompt": "Why? " * 30}, [1], [Completion(ids_of("so " * 60), [], [0] * 3, True)], numbers)
+    group = dataclasses.replace(group, advantage_S=numbers[:, 0], extras={"answer_parsed": ["forty-two"]})
+    shown, text = ShownCompletions(1, 4, names, decode), io.StringIO()
+    shown.console = Console(file=text, width=width)
+    shown(Rollout(0, 0, [group]), 1)
+    assert all(len(line) <= width for line in text.getvalue().splitlines())
+    for word in (*names, "prompt", "completion", "advantage", "answer_parsed", "forty-two", "0.25"):
+        assert word in text.getvalue()
 
 
 def test_texts_of_tokens_join_to_the_text_and_letters_stay_whole():

@@ -19,6 +19,17 @@ def test_means_are_weighted_and_forgotten_once_read():
     assert meters.drain(accelerator) == {}
 
 
+def test_rewards_of_both_sides_have_a_margin_where_there_are_no_pairs():
+    meters, accelerator = Meters(), Accelerator(cpu=True)
+    meters.add({"rewards/chosen": mean(3, 2), "rewards/rejected": mean(0, 0)})
+    assert "rewards/margins" not in meters.drain(accelerator)  # no bad answer yet
+    for side, total in (("chosen", 3), ("rejected", 1), ("rejected", 2)):  # each in a batch of its own
+        meters.add({f"rewards/{side}": mean(total, 2)})
+    assert meters.drain(accelerator)["rewards/margins"] == 1.5 - 0.75
+    meters.add({"rewards/chosen": mean(3, 2), "rewards/rejected": mean(1, 2), "rewards/margins": mean(2, 1)})
+    assert meters.drain(accelerator)["rewards/margins"] == 2.0
+
+
 def test_sums_do_not_lose_small_parts():
     meters = Meters()
     meters.add({"a": mean(2.0**24, 1)})

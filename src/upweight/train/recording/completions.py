@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ from upweight.runs.files import COMPLETIONS
 from upweight.types import Completion
 
 LONGEST_SHOWN = 600  # characters of one cell
+NARROWEST_TEXT, LONGEST_VALUE = 16, 12  # characters of the columns of text, and of a logged value beside its name
 TOKENS_WRITTEN = 8192  # tokens of one file that are written one by one, which takes several times the space of text
 BROKEN = "\ufffd"  # decoded from a token that holds part of a character
 
@@ -91,15 +92,28 @@ class ShownCompletions:
             return
         self._shown = step
         clear_status()
-        table = Table(title=f"step {step}", show_lines=True)
-        for column in ("prompt", "completion", *self.names, "advantage"):
-            table.add_column(column, overflow="fold")
         rows = list(readable(rollout, self.names, self.decode))
         spread = max(len(rows) // self.count, 1)
-        for row in rows[::spread][: self.count]:
-            rewards = [_number(row["rewards"][name]) for name in self.names]
-            table.add_row(_text(row["prompt"]), _text(row["completion"]), *rewards, _number(row["advantage"]))
+        logged = list(dict.fromkeys(name for group in rollout.groups for name in group.extras))  # by `log_extra`
+        table = self._table(rows[::spread][: self.count], logged)
+        table.title = f"step {step}"
         self.console.print(table, markup=False)
+
+    def _table(self, rows: Sequence[Mapping[str, Any]], logged: Sequence[str]) -> Table:
+        """Return the rows with a column for each number, or with one column for all where headings have no room."""
+        table, names = Table(show_lines=True), [*self.names, "advantage", *logged]
+        narrow = sum(len(name) + 3 for name in names) + 2 * (NARROWEST_TEXT + 3) + 1 > self.console.width
+        for column in ("prompt", "completion"):
+            table.add_column(column, overflow="fold", min_width=NARROWEST_TEXT)
+        for column in ["rewards"] if narrow else names:
+            table.add_column(column, overflow="fold", no_wrap=narrow or column not in logged, min_width=len(column))
+        for row in rows:
+            values = [*(row["rewards"][name] for name in self.names), row["advantage"]]
+            cells = [*map(_number, values), *(_cell(row.get(name), narrow=narrow) for name in logged)]
+            if narrow:
+                cells = ["\n".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True))]
+            table.add_row(_text(row["prompt"]), _text(row["completion"]), *cells)
+        return table
 
 
 def cut_completions(run_folder: Path, step: int) -> None:
@@ -116,6 +130,13 @@ def _text(value: Any) -> str:
         value = value[-1].get("content")
     shown = str(value)
     return shown if len(shown) <= LONGEST_SHOWN else shown[:LONGEST_SHOWN] + " ..."
+
+
+def _cell(value: Any, *, narrow: bool) -> str:
+    """Return a value that a reward function logged, on one line and short where its name stands beside it."""
+    shown = _number(value) if isinstance(value, float) else _text(value)
+    line = " ".join(shown.split())
+    return shown if not narrow else line if len(line) <= LONGEST_VALUE else f"{line[:LONGEST_VALUE]}..."
 
 
 def _number(value: float | None) -> str:

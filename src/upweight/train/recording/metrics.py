@@ -17,6 +17,8 @@ from upweight.train.distributed.ranks import union_over_ranks
 from upweight.train.recording.completions import cut_completions
 from upweight.types import Extreme, Metrics
 
+SIDES = {"rewards/chosen", "rewards/rejected"}
+
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which metrics are summed on a device; Apple's has no float64."""
@@ -66,6 +68,8 @@ class Meters:
         means = zip(keys, table.sum(0).tolist(), strict=True)
         extremes = zip(keys, table.amax(0).tolist(), strict=True)
         drained = {name: total / weight for (name, sign), (total, weight) in means if not sign and weight}
+        if drained.keys() >= SIDES:  # of answers that are not in pairs, whose means can be compared all the same
+            drained.setdefault("rewards/margins", drained["rewards/chosen"] - drained["rewards/rejected"])
         return drained | {name: sign * value for (name, sign), (value, _) in extremes if sign and value > -math.inf}
 
 

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -83,7 +82,8 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return "unset" if value is None else shorten(json.dumps(value, ensure_ascii=False), SHOWN, placeholder=" ...")
+    text = "unset" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def require_same_resume_keys(changed: Mapping[str, str], checkpoint: Path | None, scheduler: str) -> None:

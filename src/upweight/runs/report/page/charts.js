@@ -104,7 +104,8 @@ function seriesOf(line, count) {
 function rangeOf(chart) {
   return (plot, low, high) => {
     if (low === null || high === null) return [0, 1];
-    const room = (high - low) * 0.08 || Math.abs(high) * 0.1 || 0.5;
+    // At least so much that the labels of a curve that hardly moves differ in digits for which there is room.
+    const room = low === high ? Math.abs(high) * 0.1 || 0.5 : Math.max((high - low) * 0.08, Math.abs(high) * 1e-5);
     const share01 = chart.unit === "share";
     const floor = share01 ? Math.max(low - room, 0) : low >= 0 ? Math.max(low - room, 0) : low - room;
     const ceiling = share01 && high <= 1 ? Math.min(high + room, 1.02) : high + room;
@@ -129,7 +130,7 @@ function optionsOf(chart, lines, width, verdicts, told) {
     scales: { x: { time: false, range: (plot, low, high) => rangeOfSteps(low, high) }, y: { range: rangeOf(chart) } },
     axes: [
       { ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? show(step) : "")) },
-      { ...axis, size: 52, values: (plot, splits) => splits.map((value) => tick(value, splits)) },
+      { ...axis, size: 52, values: (plot, splits) => tickLabels(splits) },
     ],
     series: [{}, ...lines.map((line) => seriesOf(line, line.steps.length))],
     bands,
@@ -145,6 +146,17 @@ function optionsOf(chart, lines, width, verdicts, told) {
 function rangeOfSteps(low, high) {
   if (curves.zoom) return curves.zoom;
   return low === high ? [low - 1, high + 1] : [low, high];
+}
+
+function tickLabels(splits) {
+  const labels = splits.map((value) => tick(value, splits));
+  if (splits.length < 2 || new Set(labels).size === labels.length) return labels;
+  const apart = Math.abs(splits[1] - splits[0]);
+  const largest = Math.max(...splits.map(Math.abs));
+  const decimals = Math.min(Math.max(Math.ceil(-Math.log10(apart)), 0), 12);
+  const significant = Math.min(Math.max(Math.ceil(Math.log10(largest / apart)), 0), 12);
+  const longer = (value) => (largest < 1e-3 ? value.toExponential(significant) : value.toFixed(decimals));
+  return splits.map((value) => longer(value).replace(/^-/, MINUS));
 }
 
 function tick(value, splits) {
