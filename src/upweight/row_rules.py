@@ -75,7 +75,10 @@ def split_rows(rules: RowSection, counts: Sequence[int], seed: int) -> list[tupl
     size, total = rules.val_set_size, sum(map(len, kept))
     number = min(max(round(size * total), 1), total) if 0 < size < 1 else int(size)
     if number and number >= total:
-        raise UserError(f"val_set_size: {number} of {total} rows would be held out and none left to train on.")
+        raise UserError(
+            f"val_set_size: {number} of {total} rows would be held out and none left to train on. "
+            "Set it lower (0 holds none out), or add rows."
+        )
     mask = np.zeros(total, bool)
     mask[np.random.default_rng(seed).permutation(total)[:number]] = True
     held_out = np.split(mask, np.cumsum([len(rows) for rows in kept])[:-1])

@@ -135,6 +135,18 @@ def test_a_used_folder_is_asked_about(model_folder, tmp_path):
     assert upweight("train", file, "output_dir=" + str(tmp_path / "other")).returncode == 0
 
 
+def test_a_finished_model_is_not_written_over_where_its_checkpoints_are_damaged(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=1)
+    assert upweight("train", file).returncode == 0
+    for weights in (tmp_path / "out").glob("checkpoint-*/model.safetensors"):
+        weights.write_bytes(b"cut off")
+    before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    for arguments in (["--resume"], ["auto_resume_from_checkpoints=true"]):
+        refused = upweight("train", file, *arguments, "max_steps=2")
+        assert (refused.returncode, "none of its checkpoints is whole" in refused.stderr) == (2, True), refused.stderr
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
+
+
 @pytest.mark.slow
 def test_an_error_of_one_for_all_is_printed_once_and_exits_2(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, lora_target_modules=["nowhere"], adapter="lora")

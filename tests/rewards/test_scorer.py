@@ -86,7 +86,9 @@ def test_one_bad_group_is_forgiven_where_the_reward_has_worked():
             scorer.score(reward_call(["x"], ["y"]))
 
 
-@pytest.mark.parametrize("read", [lambda text: len(text.strip()), lambda text: re.match("a", text) is None])
+@pytest.mark.parametrize(
+    "read", [lambda text: len(text.strip()), lambda text: re.match("a", text) is None, lambda one: one["content"]]
+)
 def test_a_reward_that_takes_messages_for_text_is_told_where_the_text_is(read):
     call = reward_call([[{"role": "assistant", "content": "a"}]])
     rewards = as_rewards(lambda completions: [read(one) for one in completions])

@@ -295,7 +295,7 @@ class _Builder:
         report.seconds = seconds
         for evaluation, use, count in ((False, "train", report.train_rows), (True, "evaluate", report.eval_rows)):
             if not count and any(part.evaluation == evaluation for part in self.parts):
-                raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
+                raise UserError("\n".join([*report.lines()[:-1], report.nothing_left(use)]))
         np.save(self.target / "order.npy", order)
         np.save(self.target / "origin.npy", np.concatenate([np.zeros((0, 3), np.int64), *self.origin]))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.column_names)}

@@ -61,6 +61,18 @@ class PrepareReport:
         evaluation = f", {self.eval_rows:,} to evaluate on" if self.eval_rows else ""
         return [*lines, f"prepared {self.train_rows:,} rows to train on{evaluation}, {source}"]
 
+    def nothing_left(self, use: str) -> str:
+        """Return the error of data without a row to `use` (train, evaluate), with the length that keeps rows."""
+        reasons = {reason for part in self.parts if part.evaluation == (use == "evaluate") for reason in part.dropped}
+        raised = [
+            f"`{setting}: {values['100%']}` keeps them"
+            for setting, values in self.suggested.items()
+            if any(setting in reason for reason in reasons)
+        ]
+        return (
+            f"no rows are left to {use} on. {'; '.join(raised) or 'The lines above count what each was dropped for'}."
+        )
+
 
 def warn_of_empty_parts(report: PrepareReport, notes: Mapping[str, str]) -> None:
     """Warn of rows whose prompt or answer is empty, with the first of them; `notes` has the note that counts each."""

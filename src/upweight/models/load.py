@@ -98,7 +98,8 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             if files := sorted(Path(source).glob("*.gguf")):
                 remedy = f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
         elif is_offline():
-            remedy = f"it is not on this machine, and the hub is not asked. {_models_to_name(key)}"
+            why = "HF_HUB_OFFLINE is set, or it cannot be reached"
+            remedy = f"it is not on this machine, and the hub is not asked ({why}). {_models_to_name(key)}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "

@@ -228,9 +228,10 @@ class Scorer(AbstractContextManager["Scorer"]):
         reason = reasons.most_common(1)[0][0]
         if all_failed and not tolerated:
             hint = " Fix it, or raise trl.reward_timeout." if "took longer than" in reason else ""
-            if "'list'" in reason or "not list" in reason:  # methods of a text, or functions on one
-                hint = f" {IN_MESSAGES}."
-            elif isinstance(call.completions[0], str) and ("string indices" in reason or "'str' object" in reason):
+            is_text = isinstance(call.completions[0], str)
+            if "'list'" in reason or "not list" in reason or (not is_text and "list indices" in reason):
+                hint = f" {IN_MESSAGES}."  # it took the list for a text, or for the one message in it
+            elif is_text and ("string indices" in reason or "'str' object" in reason):
                 hint = f" {AS_TEXT}."
             raise UserError(f"reward '{name}' failed on all {count} completions: {reason}.{hint}")
         if warns:

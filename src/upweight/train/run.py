@@ -29,6 +29,7 @@ from upweight.runs.checkpoints import (
     set_aside,
     step_of,
 )
+from upweight.runs.files import RECORD, read_json
 from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
@@ -117,7 +118,13 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 
 def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, resume: bool) -> None:
     """Write config.yaml and move checkpoints away that are newer than the one to resume from."""
-    if resume and checkpoint is None and checkpoints_of(folder):
+    if (resume or config.run.auto_resume) and checkpoint is None and checkpoints_of(folder):
+        if read_json(folder / RECORD).get("state") == "done":  # anew, it would write over a model that may be whole
+            raise UserError(
+                f"output_dir: the run in {folder} finished, and none of its checkpoints is whole, so nothing can be "
+                f"resumed. To train its model further: `base_model={folder}` with another output_dir (an adapter: "
+                f"`lora_model_dir={folder}`); `--overwrite` trains anew and replaces it."
+            )
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else {}
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)

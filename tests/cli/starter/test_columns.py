@@ -159,6 +159,10 @@ def test_named_columns_are_mapped_in_the_config(go, tmp_path):
             {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "ok=true"},
             "'Bewertung' holds 'gut'",
         ),
+        (
+            {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "gut=true,schlecht=false"},
+            "No config is written; first write such a file in Python:\n    import pandas",
+        ),
     ],
 )
 def test_what_columns_and_values_cannot_be(go, options, problem):

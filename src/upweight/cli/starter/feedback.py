@@ -138,7 +138,8 @@ def label_problem(table: Table, name: str, values: Sequence[str]) -> str:
     if table.named:  # whose names `new` does not recognise
         renamed = {column: role for role, column in column_of.items()}
         lines += [f"rows = rows[{list(renamed)}].rename(columns={renamed})"]
-    return f"{problem}:\n{_recipe(table.file, name, lines, 'rows')}"
+    recipe = _recipe(table.file, name, lines, "rows")
+    return f"{problem}. No config is written; first write such a file in Python:\n{recipe}"
 
 
 def rating_advice(name: str, table: Table) -> str:
