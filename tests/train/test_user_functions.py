@@ -73,6 +73,7 @@ def module_in(folder, text):
 
 
 def without_last_checkpoint(out, kept):
+    assert (out / kept / "whole.json").is_file()
     for folder in out.glob("checkpoint-*"):
         if folder.name != kept:
             (folder / "whole.json").unlink()
@@ -111,7 +112,7 @@ def test_a_method_trains_from_a_config_reads_its_rows_and_resumes(model_folder, 
     lines = metrics_of(tmp_path / "out")
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "rewards/margins" in lines[0]
-    without_last_checkpoint(tmp_path / "out", "checkpoint-4")
+    without_last_checkpoint(tmp_path / "out", "checkpoint-16")
     train(load_config(tmp_path / "out" / "config.yaml"), resume=True)
     assert metrics_of(tmp_path / "out") == lines
 
