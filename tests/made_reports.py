@@ -30,6 +30,17 @@ def metrics(step: int) -> dict:
     }  # fmt: skip
 
 
+def with_pictures(run: Path, step: int) -> None:
+    """Two completions of a step: both with a red image in their prompt, the first with a blue one of a tool."""
+    from PIL import Image
+
+    for name in ("red", "blue"):
+        Image.new("RGB", (60, 30), name).save(run.parent / f"{name}.png")
+    red, blue = ([{"digest": name, "path": str(run.parent / f"{name}.png")}] for name in ("red", "blue"))
+    rows = [completion(step, 0, images=red, observed_images=blue), completion(step, 1, images=red)]
+    (run / "completions" / f"step_{step:05d}.jsonl").write_text(as_lines(rows))
+
+
 def completion(step: int, place: int = 0, **keys) -> dict:
     return {
         "step": step, "rollout": step, "version": step, "row": place // 2, "answer": "Rome",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from made_reports import as_lines, completion, write_run
+from made_reports import as_lines, completion, with_pictures, write_run
 from upweight.runs.report import completions as written
 from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, reward_ranges, shown
 
@@ -110,13 +110,9 @@ def test_images_of_prompts_come_small_and_once(tmp_path):
 
 
 def test_images_that_tools_returned_come_with_their_completion(tmp_path):
-    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("PIL.Image")
     folder = write_run(tmp_path / "run")
-    for name in ("red", "blue"):
-        image.new("RGB", (60, 30), name).save(tmp_path / f"{name}.png")
-    red, blue = ([{"digest": name, "path": str(tmp_path / f"{name}.png")}] for name in ("red", "blue"))
-    rows = [completion(3, 0, images=red, observed_images=blue), completion(3, 1, images=red)]
-    (folder / "completions" / "step_00003.jsonl").write_text(as_lines(rows))
+    with_pictures(folder, 3)
     reader = CompletionsReader(folder)
     parts, _ = reader.read([])
     (part,) = (part for part in parts if part["step"] == 3)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from made_browser import BROWSER, QUIET, browser_page
-from made_reports import as_lines, completion, write_run
+from made_reports import as_lines, completion, with_pictures, write_run
 from upweight.runs.report.page import write_report
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
@@ -71,13 +71,9 @@ def test_identical_completions_are_folded_with_their_number(tmp_path):
 
 
 def test_images_of_the_prompt_and_of_tools_are_shown(tmp_path):
-    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("PIL.Image")
     run = write_run(tmp_path / "run")
-    for name in ("red", "blue"):
-        image.new("RGB", (60, 30), name).save(tmp_path / f"{name}.png")
-    red, blue = ([{"digest": name, "path": str(tmp_path / f"{name}.png")}] for name in ("red", "blue"))
-    rows = [completion(10, 0, images=red, observed_images=blue), completion(10, 1, images=red)]
-    (run / "completions" / "step_00010.jsonl").write_text(as_lines(rows))
+    with_pictures(run, 10)
     shown = seen(write_report([run]), tmp_path)
     assert len(re.findall(r'<img src="data:image/jpeg;base64,[^"]+" alt="image that a tool', shown)) == 1
     assert shown.count('alt="image of the prompt"') >= 1

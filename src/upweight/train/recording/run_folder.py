@@ -148,5 +148,5 @@ def recording(
 
 def named_verdicts(folder: Path) -> str:
     """Return the names of what the health rules report about a run, alarms first; nothing where all is well."""
-    found = sorted(verdicts(metrics_of(folder)), key=lambda verdict: verdict.level != "alarm")
-    return ", ".join(dict.fromkeys(f"{verdict.level} '{verdict.name}'" for verdict in found))
+    alarms_first = sorted(verdicts(metrics_of(folder)), key=lambda verdict: verdict.level != "alarm")
+    return ", ".join(dict.fromkeys(f"{verdict.level} '{verdict.name}'" for verdict in alarms_first))
