@@ -4,6 +4,7 @@ Random weights of Qwen3-30B-A3B's shape with fewer layers in bfloat16. Training 
 the model's load-balancing loss on both sides, of all weights or of a LoRA of rank 16 on attention and on all experts;
 sampling with an end that is drawn with probability 1 / 512, up to 2,048 tokens. Each case is a process with a time
 limit, whose lines are printed as they come. `--tiny` rehearses the cases on a CPU, where no number means anything.
+`--profile` prints instead where one step of ours, or one call of 128 tokens, spends its time: milliseconds and calls.
 
 vLLM is run by the Python named in VLLM_PYTHON, with VLLM_PYTHONPATH as its PYTHONPATH.
 """
@@ -18,10 +19,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_step import VOCABULARY, groups, measure
+from bench.gpu_step import work_of as step_work
 
 ROOT = Path(__file__).parent.parent
 SHAPE = {
@@ -44,6 +47,7 @@ TRAINING = {f"{case}_{what}": (case, what) for case in ("grpo_280", "grpo_2048")
 SAMPLING = {"sample_64": (4, 16, 512, 2048), "sample_256": (16, 16, 512, 2048)}  # prompts, completions, mean, cap
 TINY_SAMPLING = (2, 2, 8, 16)
 VLLM = "vllm"  # all cases of sampling, in one process of vLLM
+PROFILED = 128  # tokens of each completion in a profiled call
 CASES = [*TRAINING, *SAMPLING, VLLM]
 
 
@@ -73,18 +77,34 @@ def train(name: str, options: argparse.Namespace) -> None:
         print(json.dumps(line | {"name": f"gpu_moe_{case}", "layers": options.layers}), flush=True)
 
 
-def sample(name: str, options: argparse.Namespace) -> None:
-    """Print the line of our sampling: tokens a second of the faster of two calls after the first."""
-    import numpy as np
-    import torch
+def profile_training(name: str, options: argparse.Namespace) -> None:
+    """Print where a step of ours spends its time."""
+    from bench.gpu_ours import runner_of
+    from bench.gpu_profile import profiled, timed
 
-    from bench.gpu_generate import difference
+    case, what = TRAINING[name]
+    model, runner, units = runner_of(step_work(case, what == "lora") | work_of(options))
+
+    def step() -> None:
+        model.zero_grad()
+        runner.train(model, units)
+
+    for _ in range(3):
+        step()
+    line = {"name": f"gpu_moe_{case}", "train": what} | ({} if options.tiny else timed(step))
+    print(json.dumps(line | profiled(step, options.slowest)), flush=True)
+
+
+def sampling_of(name: str, options: argparse.Namespace) -> tuple[Any, Any, Any, Callable[[int, int], Any]]:
+    """Model, engine, prompts, and a call of our sampler, which takes a seed and the most tokens of a completion."""
+    import numpy as np
+
     from bench.gpu_ours import random_base
     from upweight.engine import Engine
     from upweight.sampler.in_process import InProcess
     from upweight.types import Sampling
 
-    prompts, count, mean, cap = TINY_SAMPLING if options.tiny else SAMPLING[name]
+    prompts, count, mean, _ = TINY_SAMPLING if options.tiny else SAMPLING[name]
     work: dict[str, Any] = {"vocabulary": VOCABULARY} | work_of(options)
     vocabulary, first = work["vocabulary"], 50 if options.tiny else 1000
     model = random_base(work).requires_grad_(False)
@@ -92,10 +112,39 @@ def sample(name: str, options: argparse.Namespace) -> None:
     ends = range(first, first + vocabulary // mean)
     sampler = InProcess(model, engine=engine, end_ids=ends, compile=not options.tiny)
     drawn = np.random.default_rng(0).integers(0, first, (prompts, 9 if options.tiny else 256)).tolist()
+
+    def call(seed: int, cap: int) -> Any:
+        return sampler.generate(drawn, count, Sampling(max_new_tokens=cap, seed=seed))
+
+    return model, engine, drawn, call
+
+
+def profile_sampling(name: str, options: argparse.Namespace) -> None:
+    """Print where a call of our sampler spends its time, once everything is compiled and recorded."""
+    from bench.gpu_profile import profiled
+
+    *_, call = sampling_of(name, options)
+    cap = min(PROFILED, (TINY_SAMPLING if options.tiny else SAMPLING[name])[3])
+    for _ in range(2):
+        call(0, cap)
+    start = time.perf_counter()
+    call(0, cap)
+    line = {"name": f"gpu_moe_{name}", "tokens_each": cap, "s": round(time.perf_counter() - start, 3)}
+    print(json.dumps(line | profiled(lambda: call(0, cap), options.slowest)), flush=True)
+
+
+def sample(name: str, options: argparse.Namespace) -> None:
+    """Print the line of our sampling: tokens a second of the faster of two calls after the first."""
+    import torch
+
+    from bench.gpu_generate import difference
+
+    model, engine, drawn, generate = sampling_of(name, options)
+    cap = (TINY_SAMPLING if options.tiny else SAMPLING[name])[3]
     seconds, speeds, out = [], [], []
     for call in range(3):
         start = time.perf_counter()
-        out = sampler.generate(drawn, count, Sampling(max_new_tokens=cap, seed=call))
+        out = generate(call, cap)
         seconds.append(time.perf_counter() - start)
         speeds.append(sum(len(completion.ids) for group in out for completion in group) / seconds[-1])
     line = {"name": f"gpu_moe_{name}", "layers": options.layers, "tokens_s": round(max(speeds[1:]))}
@@ -174,17 +223,21 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="for each case")
     parser.add_argument("--peer", choices=["float32", "bfloat16"], action="append", help="TRL's weights")
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU")
+    parser.add_argument("--profile", action="store_true", help="where the time of ours goes, and nothing of a peer")
+    parser.add_argument("--slowest", type=int, default=25, metavar="N", help="kernels and operators of a profile")
     parser.add_argument("--here", action="store_true", help="run one case in this process")
     options = parser.parse_args()
     if unknown := [name for name in options.cases if name not in CASES]:
         parser.error(f"no case '{unknown[0]}'; there are {', '.join(CASES)}")
     for name in options.cases or CASES:
+        if options.profile and name == VLLM:
+            continue
         if not options.here:
             run(name, options.limit, [argument for argument in sys.argv[1:] if argument not in CASES])
         elif name in TRAINING:
-            train(name, options)
+            (profile_training if options.profile else train)(name, options)
         elif name in SAMPLING:
-            sample(name, options)
+            (profile_sampling if options.profile else sample)(name, options)
         else:
             sample_with_vllm(options)
 

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import gpu_share, gpu_step
-from bench.gpu_ours import runner_of, whole_step_of
+from bench.gpu_ours import runner_of, wait_for_gpu, whole_step_of
 
 SHARES = {f"share_{name}": gpu_share.CASES[name] for name in ("1.5b", "7b")}
 FAMILIES = {
@@ -57,26 +57,36 @@ def timed(step: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
 
 
 def profiled(step: Callable[[], Any], slowest: int = 12) -> dict[str, Any]:
-    """Milliseconds of kernels by family, the slowest kernels with their calls, launches and waits of one step."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recording:
+    """Milliseconds of kernels by family, the slowest kernels and operators with their calls, launches and waits of one
+    step. Without a GPU, what the operators took on the CPU."""
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, record_shapes=True) as recording:
         step()
-        torch.cuda.synchronize()
+        wait_for_gpu()
     families: Counter[str] = Counter()
     kernels: list[tuple[float, int, str]] = []
+    operators: list[tuple[float, int, str]] = []
     launches = waits = 0
-    for row in recording.key_averages():
+    for row in recording.key_averages(group_by_input_shape=True):
         launches += row.count if row.key.startswith(("cudaLaunchKernel", "cuLaunchKernel")) else 0
         waits += row.count if row.key in WAITS else 0
-        if str(row.device_type).endswith("CUDA") and row.self_device_time_total:
-            milliseconds = row.self_device_time_total / 1e3
+        milliseconds = (row.self_device_time_total if on_gpu else row.self_cpu_time_total) / 1e3
+        if not milliseconds:
+            continue
+        is_kernel = str(row.device_type).endswith("CUDA")
+        if is_kernel or not on_gpu:
             families[family_of(row.key)] += milliseconds
-            kernels.append((round(milliseconds, 2), row.count, row.key[:90]))
+        shapes = " ".join(f"[{', '.join(map(str, shape))}]" for shape in row.input_shapes or () if shape)
+        name = row.key[:90] if is_kernel else f"{row.key[:60]} {shapes[:90]}"
+        (kernels if is_kernel else operators).append((round(milliseconds, 2), row.count, name))
     return {
         "families_ms": {family: round(ms, 1) for family, ms in families.most_common()},
         "busy_ms": round(sum(families.values()), 1),
         "launches": launches,
-        "waits": waits - 1,  # one is ours
+        "waits": waits - on_gpu,  # one is ours
         "slowest": sorted(kernels, reverse=True)[:slowest],
+        "operators": sorted(operators, reverse=True)[:slowest],
     }
 
 
