@@ -166,7 +166,8 @@ def sample_with_vllm(options: argparse.Namespace) -> None:
 
     work: dict[str, Any] = {"vocabulary": VOCABULARY} | work_of(options)
     chosen = {name: TINY_SAMPLING if options.tiny else case for name, case in SAMPLING.items()}
-    names = {",".join(map(str, case)): name for name, case in chosen.items()}
+    prompt = (9, 9) if options.tiny else (256, 256)
+    names = {",".join(map(str, (*case, *prompt, 2))): name for name, case in chosen.items()}
 
     def answer(line: dict[str, Any]) -> None:
         name = f"gpu_moe_vllm_{names.get(line.pop('case'), 'all')}"

@@ -1,14 +1,21 @@
 """Sampling with the lengths of real completions on a GPU: an end is drawn with probability 1 / mean, up to a cap.
 
 python -m bench.gpu_tail [CASE ...]: one JSON line a case, with the seconds of the first call and of further calls with
-other prompts, whose largest beside their median shows what is compiled or captured in the midst of a run.
+other prompts, whose largest beside their median shows what is compiled or captured in the midst of a run. Where
+VLLM_PYTHON names a Python that has vLLM (with VLLM_PYTHONPATH as its PYTHONPATH), vLLM samples the same cases before,
+without adapters, and a line has its tokens a second and the ratio too. Each side runs as a process of its own.
 """
 
 import gc
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +37,8 @@ SHAPE_135M = {
     "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 SHAPES = {"135m": SHAPE_135M, "1.5b": SHAPE, "7b": SHAPE_7B}
+ROOT = Path(__file__).parent.parent
+SHORTEST, LONGEST = 128, 383  # tokens of a prompt
 
 
 @dataclass(frozen=True)
@@ -82,20 +91,68 @@ def measure(name: str) -> dict[str, Any]:
     seconds, out, prompts = [], [], []
     for call in range(case.calls):
         generator = np.random.default_rng(call)
-        prompts = [generator.integers(0, 1000, int(n)).tolist() for n in generator.integers(128, 384, case.prompts)]
+        prompts = [
+            generator.integers(0, 1000, int(n)).tolist()
+            for n in generator.integers(SHORTEST, LONGEST + 1, case.prompts)
+        ]
         torch.cuda.synchronize()
         start = time.perf_counter()
         out = sampler.generate(prompts, case.count, Sampling(max_new_tokens=case.cap, seed=call))
         seconds.append(time.perf_counter() - start)
     lengths = [len(completion.ids) for group in out for completion in group]
     return {
-        "name": f"tail_{name}", "tokens_s": round(sum(lengths) / seconds[-1]), "first_s": round(seconds[0], 2),
+        "name": f"tail_{name}", "tokens_s": round(sum(lengths) / seconds[-1]), "tokens": sum(lengths),
+        "first_s": round(seconds[0], 2),
         "rest_s": [round(each, 2) for each in seconds[1:]], "mean": round(float(np.mean(lengths)), 1),
         "difference": round(difference(engine, model, prompts[0], out[0][:2]), 4),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
     }  # fmt: skip
 
 
+def vllm_lines(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield vLLM's line for each case, by name: one process for each shape."""
+    for shape in dict.fromkeys(CASES[name].shape for name in names):
+        cases = {}
+        for name, case in ((name, CASES[name]) for name in names if CASES[name].shape == shape):
+            numbers = (case.prompts, case.count, case.mean, case.cap, SHORTEST, LONGEST, 2)
+            cases.setdefault(",".join(map(str, numbers)), []).append(name)
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = {**SHAPES[shape], "max_position_embeddings": 32768}
+            Qwen2Config(vocab_size=VOCABULARY, architectures=["Qwen2ForCausalLM"], **sizes).save_pretrained(folder)
+            script = ROOT / "bench" / "peers" / "vllm_tail.py"
+            log = Path(folder) / "log"
+            with log.open("w") as errors, subprocess.Popen(
+                [os.environ["VLLM_PYTHON"], script, folder, *cases], stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=os.environ | {"PYTHONPATH": os.environ.get("VLLM_PYTHONPATH", "")},
+            ) as peer:  # fmt: skip
+                for text in peer.stdout or ():
+                    if text.startswith('{"case"'):
+                        line = json.loads(text)
+                        for name in cases.get(line.pop("case"), names):
+                            yield {"name": f"tail_{name}"} | line
+            if peer.returncode:
+                yield {"name": f"tail_{shape}_vllm", "error": log.read_text()[-2000:]}
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(CASES)
+    if len(names) == 1 and "VLLM_PYTHON" not in os.environ:
+        print(json.dumps(measure(names[0])), flush=True)
+        return
+    speeds: dict[str, float] = {}
+    for line in vllm_lines(names) if "VLLM_PYTHON" in os.environ else ():
+        speeds[line["name"]] = line.get("vllm_tokens_s", float("nan"))
+        print(json.dumps(line), flush=True)
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_PYTHON"}
+    for name in names:
+        command = [sys.executable, "-m", "bench.gpu_tail", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+        for text in done.stdout.splitlines():
+            line = json.loads(text)
+            if line["name"] in speeds:
+                line["ratio"] = round(line["tokens_s"] / speeds[line["name"]], 2)
+            print(json.dumps(line), flush=True)
+
+
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or CASES:
-        print(json.dumps(measure(chosen)), flush=True)
+    main()
