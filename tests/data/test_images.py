@@ -1,6 +1,9 @@
 import base64
 import io
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,10 +31,38 @@ def png(seed=0, *size) -> bytes:
     return buffer.getvalue()
 
 
-def encoder(folder, method=None, kind="llava", **entry):
+def encoder(folder, method=None, kind="llava", hosts=(), **entry):
     tokenizer = attach_processor(processor(kind), config(kind))
-    data = DataSection(prepared_path=str(folder / "prepared"))
+    data = DataSection(prepared_path=str(folder / "prepared"), image_hosts=list(hosts))
     return build_encoder(data, method or SFT(), DatasetSpec(**entry), 0, tokenizer, ConfigView({}), folder)
+
+
+@pytest.fixture
+def image_server():
+    """A server on this machine with a picture, a page, and an address that leads to another host."""
+    asked_for = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked_for.append(self.path)
+            if self.path == "/away.png":
+                self.send_response(302)
+                self.send_header("Location", "https://elsewhere.invalid/a.png")
+                self.end_headers()
+                return
+            content = {"/a.png": png(0), "/page.html": b"<html>"}.get(self.path)
+            self.send_response(200 if content else 404)
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", asked=asked_for)
+    server.shutdown()
+    server.server_close()
 
 
 def asked(*parts):
@@ -152,7 +183,7 @@ def test_pairs_and_labelled_rows_share_the_images_of_their_prompt(tmp_path):
         ({"messages": asked(IMAGE), "images": ["no.png"]}, r"images\[0\]': expected an image file; there is no no.png"),
         ({"messages": asked(IMAGE, IMAGE), "images": [b"\x89PNG broken"] * 2}, r"images\[0\].*cannot be read as one"),
         ({"messages": asked(IMAGE), "images": [png(0), png(1)]}, "an image for each of the 1 image parts, got 2"),
-        ({"messages": asked({**IMAGE, "url": "https://a.b/c.png"})}, "nothing is downloaded from https://a.b"),
+        ({"messages": asked({**IMAGE, "url": "https://a.b/c.png"})}, r"from a.b: .*image_hosts: \[a.b\]"),
         ({"messages": asked({**IMAGE, "base64": "?"})}, "base64 of an image"),
         ({"text": "no place", "images": [png(0)]}, "the placeholder <image> in its text"),
         ({"messages": asked(text("<image>"), IMAGE), "images": [png(0)]}, "got 2 placeholders"),
@@ -161,6 +192,31 @@ def test_pairs_and_labelled_rows_share_the_images_of_their_prompt(tmp_path):
 def test_what_is_wrong_with_images_is_named(row, message, tmp_path):
     with pytest.raises(RowError, match=message):
         encoder(tmp_path)(row)
+
+
+def test_images_of_allowed_hosts_are_downloaded_once(tmp_path, image_server):
+    row = {"messages": asked({**IMAGE, "url": f"{image_server.url}/a.png"})}
+    (record,) = encoder(tmp_path, hosts=["127.0.0.1"])(row)
+    (again,) = encoder(tmp_path, hosts=["127.0.0.1"])(row)
+    (local,) = encoder(tmp_path)({"messages": asked(IMAGE), "images": [png(0)]})
+    assert image_server.asked == ["/a.png"]
+    assert record.columns["input_ids"] == again.columns["input_ids"] == local.columns["input_ids"]
+    (kept,) = (tmp_path / "prepared" / "images").glob("url-*")
+    assert kept.read_bytes() == png(0)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/missing.png", "answers with status 404"),
+        ("/page.html", "cannot be read as one"),
+        ("/away.png", "nothing is downloaded from elsewhere.invalid"),
+    ],
+)
+def test_what_is_wrong_with_addresses_of_images_is_named(path, message, tmp_path, image_server):
+    row = {"messages": asked({**IMAGE, "url": f"{image_server.url}{path}"})}
+    with pytest.raises(RowError, match=message):
+        encoder(tmp_path, hosts=["127.0.0.1"])(row)
 
 
 def test_rows_are_never_cut_through_an_image(tmp_path):

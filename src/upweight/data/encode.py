@@ -79,7 +79,8 @@ def row_images(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder: Pa
     beside = source if source.is_dir() else source.parent
     folders = [beside, folder / beside, folder, Path()]
     # Axolotl puts the images of a column after the text of the first user message, TRL before it.
-    return RowImages(reader, folders, Path(data.prepared_path).expanduser(), before_text=entry.type is None)
+    prepared = Path(data.prepared_path).expanduser()
+    return RowImages(reader, folders, prepared, data.image_hosts, before_text=entry.type is None)
 
 
 def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Transform | None:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import xxhash
 
 from upweight.data.raw_row import Record, RowError, describe_value
+from upweight.data.sources.image_urls import download_image
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.image_files import as_rgb, open_image
@@ -39,8 +41,11 @@ Loaded = tuple[ImageRef, Expansion]
 class RowImages:
     """Reads the images of the rows of one entry of `datasets`."""
 
-    def __init__(self, reader: ImageReader, folders: Sequence[Path], prepared: Path, *, before_text: bool) -> None:
-        self.reader, self.folders, self.store = reader, folders, prepared / FOLDER
+    def __init__(
+        self, reader: ImageReader, folders: Sequence[Path], prepared: Path, hosts: Sequence[str], *, before_text: bool
+    ) -> None:
+        """`hosts`: from which images may be downloaded."""
+        self.reader, self.folders, self.store, self.hosts = reader, folders, prepared / FOLDER, hosts
         self.before_text = before_text  # images of a column: before the first user text, or after it
 
     def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], list[Loaded]]:
@@ -146,9 +151,7 @@ class RowImages:
         if isinstance(source, str) and source.startswith("data:"):
             return _decoded(source.partition(",")[2], key), None
         if isinstance(source, str) and re.match(r"https?://", source):
-            raise RowError(
-                key, f"an image file, bytes or base64; nothing is downloaded from {source[:80]}: save it first"
-            )
+            return self._downloaded(source, key)
         if isinstance(source, str) and source:
             return self._file(source.removeprefix("file://"), key)
         if not isinstance(source, str) and hasattr(source, "save"):  # an image of Pillow
@@ -165,9 +168,16 @@ class RowImages:
         places = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in self.folders))
         raise RowError(key, f"an image file; there is no {name} in {places}")
 
-    def _stored(self, digest: str, content: bytes) -> str:
+    def _downloaded(self, url: str, key: str) -> tuple[bytes, str]:
+        """Return an image and its file, which is kept beside the prepared data: an address is read once."""
+        name = f"url-{xxhash.xxh3_128_hexdigest(url.encode())}"
+        file = self.store / name
+        content = file.read_bytes() if file.is_file() else download_image(url, self.hosts, key)
+        return content, self._stored(name, content)
+
+    def _stored(self, name: str, content: bytes) -> str:
         """Write an image that came in no file, once; return its path."""
-        file = self.store / digest
+        file = self.store / name
         try:
             if not file.is_file():
                 self.store.mkdir(parents=True, exist_ok=True)

@@ -99,6 +99,9 @@ class DataSection(RowSection):
     datasets: list[DatasetSpec] = setting("datasets", [], "Training data; required.")
     test_datasets: list[DatasetSpec] = setting("test_datasets", [], "Evaluation data.")
     prepared_path: str = setting("dataset_prepared_path", "last_run_prepared", "Folder of prepared data.")
+    image_hosts: list[str] = setting(
+        "image_hosts", [], "Hosts from which images of rows may be downloaded: `name`, `name:port` or `*.name`."
+    )
     skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare the rows again instead of reading the cache.")
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
     in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapping it from disk.")

@@ -112,6 +112,7 @@ class MethodArguments(TrainingArguments):
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
     dataset_num_proc: int | None = field_for(DataSection, "processes")
     dataset_prepared_path: str = field_for(DataSection, "prepared_path")
+    image_hosts: list[str] | None = field_for(DataSection, "image_hosts", default=None)  # noqa: RUF009
     streaming_buffer_size: int = field_for(DataSection, "buffer_size")
     mix: str = field_for(DataSection, "mix")
     mix_weights: dict[str, float] | None = with_help(None, MIX_WEIGHTS)  # noqa: RUF009
