@@ -164,9 +164,6 @@ class Encoder:
         if not images or self.setup.images is None:
             return records
         method = self.setup.method
-        if method.strided:
-            remedy = "'ebft.mode: structured' trains on prompts with images"
-            raise UserError(f"ebft.mode: strided begins blocks all along a document, also inside an image; {remedy}.")
         taught = method.evaluates_loss or method.needs_teacher
         if method.data not in WITH_IMAGES or taught or method.head == "step_score":
             raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
