@@ -24,7 +24,6 @@ from upweight.methods.base import Method
 from upweight.models.processor import image_reader
 from upweight.user_modules import load_function, local_file, source_of
 
-WITH_IMAGES = ("text", "pairs", "labelled", "prompts")  # kinds of data whose rows may have images
 
 
 def build_encoder(  # noqa: PLR0917
@@ -164,7 +163,6 @@ class Encoder:
         if not images or self.setup.images is None:
             return records
         method = self.setup.method
-        taught = method.evaluates_loss or method.needs_teacher
-        if method.data not in WITH_IMAGES or taught or method.head == "step_score":
+        if method.evaluates_loss or method.needs_teacher:
             raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
         return [with_images(record, texts, images, self.setup.images.reader.placeholder) for record in records]
