@@ -1,6 +1,7 @@
 """Prompts with images against a real vLLM server on the CPU: tokens, log-probs, and new weights of every part."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -19,7 +20,7 @@ from upweight.models.processor import attach_processor, image_reader
 from upweight.models.vision import freeze_vision
 from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Sampling
-from with_vllm.real_server import running, with_torchvision
+from with_vllm.real_server import ON_CPU, PYTHON, ROOT, running, with_torchvision
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -142,3 +143,23 @@ def test_steps_of_grpo_with_images(server, served_model, environment, tmp_path):
     assert apart
     assert max(apart) < 0.02  # the sampler leaves the image token out of its distribution
     assert not (tmp_path / "out" / "vllm").exists()
+
+
+@pytest.mark.parametrize("trained", ["lora", "tower", "full"])
+def test_an_engine_beside_the_trainer_reads_images(trained, tmp_path):
+    (tmp_path / "model").mkdir()
+    save_published("idefics3", tmp_path / "model")
+    # vLLM's environment lacks what the project has: that is put after its own.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    env = {**os.environ, **ON_CPU, "UPWEIGHT_SITE": site, "PYTHONPATH": paths}
+    script = ROOT / "tests" / "with_vllm" / "colocated_images.py"
+    command = [PYTHON, str(script), str(tmp_path / "model"), str(tmp_path), trained]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rounds = json.loads(ended.stdout.splitlines()[-1])
+    assert [one["version"] for one in rounds] == [0, 3, 4]
+    assert all(one["difference"] < 1e-4 and one["drawn"] == 0 for one in rounds)
+    assert all(one["former"] > 1e-2 for one in rounds[1:])
+    assert all(one["completions"] == [3, 3, 3] for one in rounds)
+    assert not (tmp_path / "vllm").exists()

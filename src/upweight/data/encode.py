@@ -25,7 +25,6 @@ from upweight.models.processor import image_reader
 from upweight.user_modules import load_function, local_file, source_of
 
 
-
 def build_encoder(  # noqa: PLR0917
     data: DataSection,
     method: Method,

@@ -218,14 +218,16 @@ def step_scores(
     model: ScoreModel, prompts: list[Any], completions: list[Any], images: list[list[Any]] | None = None
 ) -> list[dict[str, Credit] | None]:
     """Return the probability of each step with its end in the text of its completion; None if that is empty."""
-    rows = [{"completion": _last_text(completion)} for completion in completions]
-    ends = [[end for _, end in model.steps(row["completion"])] for row in rows]
-    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        row |= _last_prompt(prompt, images[number] if images and model.engine.images is not None else [])
-        if model.engine.images is not None:
-            row["completion"] = _without(_image_texts(model), row["completion"])
-    filled = [number for number, of_row in enumerate(ends) if of_row]
+    texts = [_last_text(completion) for completion in completions]
+    ends = [[end for _, end in model.steps(text)] for text in texts]
+    reads = model.engine.images is not None
+    shown = images if reads and images is not None else [[]] * len(prompts)
+    rows = [
+        {**_last_prompt(prompt, of_prompt), "completion": _without(_image_texts(model), text) if reads else text}
+        for prompt, of_prompt, text in zip(prompts, shown, texts, strict=True)
+    ]
     scores: list[dict[str, Credit] | None] = [None] * len(rows)
+    filled = [number for number, of_row in enumerate(ends) if of_row]
     for number, of_row in zip(filled, model([rows[number] for number in filled]), strict=True):
         scores[number] = {CHARACTERS: list(zip(ends[number], of_row, strict=True))}
     return scores
