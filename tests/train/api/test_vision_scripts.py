@@ -92,7 +92,7 @@ CASES = {
         f"{name} {shown}": (trainer, kind, model, {"shown": shown, **options})
         for shown in ("several", "column")
         for name, trainer, kind, model, options in (
-            ("sft", "SFT", "messages", "qwen2_5_vl", {}),
+            ("sft", "SFT", "messages", "smolvlm", {}),
             ("sft completions", "SFT", "completions", "gemma3", {}),
             ("dpo", "DPO", "pairs", "idefics3", {}),
             ("kto", "KTO", "labelled", "llava", {}),
@@ -104,7 +104,6 @@ CASES = {
     "grpo iterations": ("GRPO", "prompts", "qwen2_5_vl", {"num_iterations": 2, **ONLINE}),
     "grpo sequences": ("GRPO", "prompts", "llava", {"importance_sampling_level": "sequence", **ONLINE}),
     "grpo liger": ("GRPO", "prompts", "qwen2_5_vl", {"use_liger_kernel": True, **ONLINE}),
-    "grpo truncated": ("GRPO", "prompts", "qwen2_5_vl", {"mask_truncated_completions": True, "beta": 0.1, **ONLINE}),
     "grpo checkpointing": ("GRPO", "prompts", "idefics3", {"gradient_checkpointing": True, **ONLINE}),
     "rloo lora": ("RLOO", "prompts", "qwen2_5_vl", {"lora": True, **ONLINE}),
     "rloo beta": ("RLOO", "prompts", "qwen2_5_vl", {"beta": 0.1, **ONLINE}),
