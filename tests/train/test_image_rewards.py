@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 pytest.importorskip("PIL")
 
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from engine.test_image_rows import Written
 from made_runs import metrics_of
@@ -21,12 +22,12 @@ from upweight.cli.inference import run_score
 from upweight.config.sections.model import ModelSection
 from upweight.engine import Engine
 from upweight.engine.packing import build_batch, row_tokens
-from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model
 from upweight.models.adapters.merge import AdapterFolder, merge_adapter
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.score_heads import add_score_class
 from upweight.rewards.load import as_rewards
+from upweight.rewards.model import step_scores
 from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import Scorer
 from upweight.train.run import train
@@ -179,10 +180,50 @@ def test_a_script_trains_a_reward_model_on_images(tmp_path):
     )
 
 
-def test_process_reward_models_refuse_images(tmp_path):
-    config = config_of(tmp_path, "dpo", rl=None, process_reward_model=True)
-    prompt = "<image>?"
-    row = {"prompt": prompt, "completions": ["a", "b"], "labels": [True, False], "image": str(tmp_path / "red.png")}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match="rows have images, which prm does not train on yet"):
-        train(config)
+def step_row(shown, *said, folder):
+    """A prompt with an image and steps, of which those are right that name its colour."""
+    image = str(folder / f"{shown}.png")
+    return {"prompt": "<image>?", "completions": list(said), "labels": [one == shown for one in said], "image": image}
+
+
+def test_a_process_reward_model_learns_which_steps_fit_the_image_and_rewards_by_it(tmp_path):
+    config = config_of(tmp_path, "dpo", rl=None, process_reward_model=True, num_epochs=None, max_steps=60)
+    rows = [step_row(shown, *said, folder=tmp_path) for shown in COLOURS for said in permutations(COLOURS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(config)
+    logged = metrics_of(tmp_path / "out")
+    assert [line["accuracy"] for line in logged if "accuracy" in line][-1] == 1
+    scorer = load_score_model(ModelSection(base_model=str(tmp_path / "out")))
+    assert type(scorer.model).__name__ == "LlavaForTokenClassification"
+    for number, (row, of_row) in enumerate(zip(rows, scorer(rows), strict=True)):
+        (sample,) = scorer._unit_of_row(row, number).samples
+        assert len(sample.images) == 1
+        ids = torch.from_numpy(sample.ids)[None]
+        inputs = scorer.engine.images.plain_inputs([sample.images], ids)
+        with torch.no_grad():
+            plain = scorer.model(input_ids=ids, use_cache=False, **inputs).logits[0, torch.from_numpy(sample.loss_mask)]
+        assert of_row == pytest.approx(plain.softmax(-1)[:, -1].tolist(), abs=1e-4)
+        assert [score > 0.5 for score in of_row] == row["labels"]
+    train(rewarded_by(tmp_path / "out", tmp_path))
+
+
+def test_steps_are_scored_with_the_images_of_the_last_message(tmp_path):
+    torch.manual_seed(0)
+    settings = config("llava")
+    settings.num_labels = 2
+    add_score_class(settings, "step_score")
+    model = AutoModelForTokenClassification.from_config(settings).float().eval()
+    scorer = ScoreModel(model, attach_processor(processor("llava"), settings), "step_score")
+    image, text = {"type": "image"}, {"type": "text", "text": "?"}
+    alone = [{"role": "user", "content": [image, text]}]
+    longer = [{"role": "user", "content": [image]}, {"role": "assistant", "content": "a"}, *alone]
+    shown = [drawn_image(0), drawn_image(1)]
+    prompts = [alone, longer, "<image>?", alone]
+    answers = ["red\nblue", "red\nblue", "red\nblue", "<image>red\nblue"]
+    found = step_scores(scorer, prompts, answers, [shown[1:], shown, shown[1:], shown[1:]])
+    scores = [[score for _, score in one["characters"]] for one in found]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert scores[0] == pytest.approx(scores[2], abs=1e-5)
+    assert scores[0] == pytest.approx(scores[3], abs=1e-5)  # the text of a placeholder is no image
+    (other,) = step_scores(scorer, [alone], answers[:1], [shown[:1]])
+    assert [score for _, score in other["characters"]] != pytest.approx(scores[0], abs=1e-5)

@@ -167,8 +167,22 @@ def test_grpo_samples_after_images_and_rewards_get_them(kind, tmp_path, monkeypa
     assert all("token_id" not in json.loads(line).get("completion", "") for line in files[0].read_text().splitlines())
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
-def test_ebft_matches_features_of_answers_about_images(kind, tmp_path, monkeypatch):
+STRUCTURED = {"trl": {"num_generations": 2, "max_completion_length": 6}, "ebft": {"ce_coef": 0.1}}
+BLOCKS = {"mode": "strided", "generate_max_len": 2, "stride": 2, "context_length": 1, "n_samples_per_prompt": 2}
+STRIDED = {"ebft": {**BLOCKS, "ce_coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("llava", STRUCTURED),
+        ("qwen2_5_vl", STRUCTURED),
+        ("gemma3", STRUCTURED),
+        ("qwen2_5_vl", STRIDED),
+        ("gemma3", STRIDED),
+    ],
+)
+def test_ebft_matches_features_of_answers_about_images(kind, keys, tmp_path, monkeypatch):
     from upweight.models import processor as reading
     from upweight.train.online import feature_matching
 
@@ -178,21 +192,21 @@ def test_ebft_matches_features_of_answers_about_images(kind, tmp_path, monkeypat
 
     def kept(self, units, runner, network):
         found = stock(self, units, runner, network)
-        embedded.extend(one.unit.samples[0].images for one in units)
+        embedded.extend(one.unit.samples[0] for one in units)
         for one, feature in zip(units, found, strict=True):
             torch.testing.assert_close(feature, plain_feature(one.unit.samples[0], runner.engine.images, network))
         return found
 
     monkeypatch.setattr(feature_matching.FeatureMatching, "_forward", kept)
-    keys = {
-        "trl": {"num_generations": 2, "max_completion_length": 6},
-        "ebft": {"embed_method": "mean_pooling", "ce_coef": 0.1},
-    }
+    keys = {**keys, "ebft": {"embed_method": "mean_pooling", **keys["ebft"]}}
     train(config_of(tmp_path, "ebft", tmp_path / "model", micro_batch_size=4, num_epochs=None, max_steps=2, **keys))
     logged = metrics_of(tmp_path / "out")
     assert any("ebft/reward" in line for line in logged)
-    assert len(embedded) == 2 * 2 * 3  # in two steps, two samples and the true answer of two prompts
-    assert all(len(images) == 1 for images in embedded)
+    assert all(len(sample.images) == 1 for sample in embedded)
+    image = processor(kind).tokenizer.convert_tokens_to_ids("<image>")
+    assert not any(image in sample.ids[sample.loss_mask] for sample in embedded if keys["ebft"].get("mode"))
+    if "mode" not in keys["ebft"]:
+        assert len(embedded) == 2 * 2 * 3  # in two steps, two samples and the true answer of two prompts
 
 
 @torch.no_grad()
@@ -202,13 +216,8 @@ def plain_feature(sample, reader, network):
     inputs = reader.plain_inputs([sample.images], ids)
     states = network(input_ids=ids, **inputs, output_hidden_states=True, use_cache=False).hidden_states
     layers = [states[int(depth * (len(states) - 1))][0] for depth in (0.25, 0.5, 0.75)]
-    return normalize(normalize(torch.cat(layers, -1).float(), dim=-1).mean(0), dim=0)
-
-
-def test_strided_ebft_refuses_images(tmp_path):
-    ebft = {"mode": "strided"}
-    with pytest.raises(UserError, match=r"ebft.mode: strided .* 'ebft.mode: structured' trains on prompts with images"):
-        train(config_of(tmp_path, "ebft", ebft=ebft, num_epochs=None, max_steps=1))
+    pooled = torch.cat(layers, -1).float()[torch.from_numpy(sample.loss_mask)]
+    return normalize(normalize(pooled, dim=-1).mean(0), dim=0)
 
 
 def test_grpo_refuses_backends_of_users_with_images(tmp_path):

@@ -1,8 +1,10 @@
 """Environments on the real OpenEnv package, for `uvicorn served:<name>`: it has an interpreter of its own."""
 
+import base64
 import time
 
 from fastmcp import FastMCP
+from fastmcp.utilities.types import Image
 from openenv.core.env_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -10,6 +12,10 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 
 SESSIONS = 4
+# A picture of one pixel.
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 
 class Guess(Action):
@@ -84,6 +90,25 @@ class EchoEnv(Environment):
         return self._state
 
 
+class Screen(Observation):
+    text: str = ""
+    screenshot: list[list[list[int]]] | None = None  # [height][width][channels], as OpenEnv's browsers have it
+
+
+class ScreenEnv(EchoEnv):
+    """The echo with a screen, whose colour changes with each step."""
+
+    def _shown(self, echoed):
+        pixels = [[[200 - 60 * self._state.step_count, 40, 40]] * 32] * 32
+        return Screen(text=echoed.text, screenshot=pixels, reward=echoed.reward, done=echoed.done)
+
+    def reset(self, seed=None, episode_id=None, delay=0.0, **kwargs):
+        return self._shown(super().reset(seed, episode_id, delay, **kwargs))
+
+    def step(self, action, timeout_s=None, **kwargs):
+        return self._shown(super().step(action, timeout_s, **kwargs))
+
+
 class SumEnv(MCPEnvironment):
     """Tools `add` and `submit`; the right sum is worth 1 and ends the episode."""
 
@@ -96,6 +121,11 @@ class SumEnv(MCPEnvironment):
         def add(a: int, b: int) -> int:
             """Add two integers"""
             return a + b
+
+        @mcp.tool
+        def look():
+            """See the blackboard"""
+            return ["the blackboard:", Image(data=PNG, format="png")]
 
         @mcp.tool
         def submit(answer: int) -> str:
@@ -132,4 +162,5 @@ class SumEnv(MCPEnvironment):
 
 guess = create_app(GuessEnv, Guess, Hint, env_name="guess", max_concurrent_envs=SESSIONS)
 echo = create_app(EchoEnv, Said, Echoed, env_name="echo", max_concurrent_envs=64)
+screen = create_app(ScreenEnv, Said, Screen, env_name="screen", max_concurrent_envs=64)
 sums = create_app(SumEnv, CallToolAction, CallToolObservation, env_name="sums", max_concurrent_envs=64)

@@ -71,7 +71,7 @@ def test_tools_of_an_mcp_environment_earn_rewards(sums):
     add, bad, submit = ToolCall("add", {"a": 4, "b": 5}), ToolCall("add", {"a": "x"}), ToolCall("submit", {"answer": 9})
     opening, replies, outcome = played(sums.url, {"prompt": "", "a": 4, "b": 5}, said("", add, bad), said("", submit))
     assert opening.messages[0]["content"] == "what is 4+5?"
-    assert [tool["function"]["name"] for tool in opening.tools] == ["add", "submit"]
+    assert [tool["function"]["name"] for tool in opening.tools] == ["add", "look", "submit"]
     assert replies[0].messages[0]["content"] == "9"
     assert replies[0].failed == 1
     assert outcome.rewards == {"openenv": 1.0}

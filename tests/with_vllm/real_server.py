@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,15 +19,21 @@ PYTHON = os.environ.get("UPWEIGHT_VLLM_PYTHON", str(ROOT / ".cache" / "vllm-env"
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
+VISION = Path(PYTHON).parents[1] / "vision"  # holds torchvision, for the models and processors that need it
 OPTIONS = ("vllm.enforce_eager=true", "vllm.dtype=float32", "vllm.gpu_memory_utilization=0.3")
 STARTING = 400  # seconds
+
+
+def with_torchvision() -> dict[str, str]:
+    """The environment of a process that finds torchvision, in vLLM's environment and in the project's."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(VISION), os.environ.get("PYTHONPATH")]))}
 
 
 class RealServer:
     """One run of `upweight vllm-serve` after the other, on one port."""
 
-    def __init__(self, config: Path, *options: str) -> None:
-        self.config, self.options = config, options
+    def __init__(self, config: Path, *options: str, env: Mapping[str, str] | None = None) -> None:
+        self.config, self.options, self.env = config, options, env or os.environ
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -37,7 +43,7 @@ class RealServer:
     def start(self) -> None:
         command = [sys.executable, "-m", "upweight", "vllm-serve", str(self.config), f"vllm.port={self.port}", *OPTIONS]
         with self.log.open("w") as log:
-            env = {**os.environ, **ON_CPU}
+            env = {**self.env, **ON_CPU}
             self.process = subprocess.Popen(
                 [*command, *self.options, "--python", PYTHON], env=env, stdout=log, stderr=subprocess.STDOUT
             )
@@ -65,8 +71,8 @@ class RealServer:
 
 
 @contextlib.contextmanager
-def running(config: Path, *options: str) -> Iterator[RealServer]:
-    server = RealServer(config, *options)
+def running(config: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[RealServer]:
+    server = RealServer(config, *options, env=env)
     server.start()
     try:
         server.wait()

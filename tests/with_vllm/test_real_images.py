@@ -1,6 +1,7 @@
 """Prompts with images against a real vLLM server on the CPU: tokens, log-probs, and new weights of every part."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,48 +12,63 @@ import yaml
 pytest.importorskip("PIL")
 
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from made_runs import write_online
-from tiny_vision import drawn_image, processor, vision_model, wide_config
+from tiny_vision import drawn_image, processor, save_published
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.vision import freeze_vision
 from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Sampling
-from with_vllm.real_server import running
+from with_vllm.real_server import ON_CPU, PYTHON, ROOT, running, with_torchvision
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-KIND = "idefics3"  # which vLLM serves without torchvision
+# The sizes of images; where vLLM needs torchvision, which resizes them in another way, they need no resizing.
+SIZES = {
+    "idefics3": [(48, 32), (64, 64), (32, 80)],
+    "mistral3": [(48, 32), (64, 64), (32, 48)],
+    **dict.fromkeys(("gemma3", "internvl", "llava", "llava_next"), [(32, 32)] * 3),
+}
+WITHOUT_TORCHVISION = ("idefics3",)
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
-SIZES = [(48, 32), (64, 64), (32, 80)]
+RESIZED = [(48, 32), (64, 64), (32, 80)]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def kind(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def served_model(tmp_path_factory):
+def served_model(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    vision_model(KIND, settings=wide_config(KIND)).save_pretrained(folder)
-    processor(KIND).save_pretrained(folder)
+    save_published(kind, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(served_model, tmp_path_factory):
+def environment(kind):
+    return None if kind in WITHOUT_TORCHVISION else with_torchvision()
+
+
+@pytest.fixture(scope="module")
+def server(served_model, environment, tmp_path_factory):
     config = write_online(tmp_path_factory.mktemp("lora"), served_model, **LORA)
     options = ("vllm.enable_scale_out=true", "vllm.max_model_len=512")
-    with running(config, *options) as started:
+    with running(config, *options, env=environment) as started:
         yield started
 
 
-def policy(folder):
+def policy(kind, folder):
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return model, attach_processor(AutoProcessor.from_pretrained(folder), model.config)
+    return model, attach_processor(processor(kind), model.config)
 
 
-def prompts_in(folder, reader):
+def prompts_in(folder, kind, reader):
     """Two prompts with one and two images and one without, and the images of each."""
     refs, ids = [], []
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(SIZES[kind]):
         file = folder / f"{number}.png"
         drawn_image(number, *size).save(file)
         ref, expansion = reader.refer(file.read_bytes(), str(file))
@@ -78,17 +94,18 @@ def largest_difference(model, reader, prompts, images, groups) -> float:
 
 
 @pytest.mark.parametrize("trained", ["adapter", "vision tower", "all"])  # the adapter first: later ones move the base
-def test_completions_after_images_follow_the_policy(trained, server, served_model, tmp_path):
-    model, tokenizer = policy(served_model)
+def test_completions_after_images_follow_the_policy(trained, kind, server, served_model, tmp_path):
+    model, tokenizer = policy(kind, served_model)
     reader = image_reader(tokenizer)
     vision = freeze_vision(model)
     if trained == "adapter":
         options = {"target_modules": "all-linear", "exclude_modules": vision, "init_lora_weights": False}
         model = get_peft_model(model, LoraConfig(r=4, **options))
     else:
+        vision_parts = ("vision_", "connector", "projector")
         for name, weight in model.named_parameters():
-            weight.requires_grad_(trained == "all" or "vision_model" in name or "connector" in name)
-    prompts, images = prompts_in(tmp_path, reader)
+            weight.requires_grad_(trained == "all" or any(part in name for part in vision_parts))
+    prompts, images = prompts_in(tmp_path, kind, reader)
     options = {"dtype": torch.float32, "folder": tmp_path / "vllm", "timeout": 300.0, "probes_images": True}
     backend = VllmServer(server.url, model, tokenizer, **options)
     before = None
@@ -106,10 +123,10 @@ def test_completions_after_images_follow_the_policy(trained, server, served_mode
     backend.close()
 
 
-def test_steps_of_grpo_with_images(server, served_model, tmp_path):
+def test_steps_of_grpo_with_images(server, served_model, environment, tmp_path):
     file = write_online(tmp_path, served_model, max_steps=3, bf16=False, chat_template=None)
     rows = []
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(RESIZED):
         drawn_image(number, *size).save(tmp_path / f"{number}.png")
         content = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "say a"}]
         rows.append({"prompt": [{"role": "user", "content": content}], "answer": "a"})
@@ -117,9 +134,8 @@ def test_steps_of_grpo_with_images(server, served_model, tmp_path):
     content = yaml.safe_load(file.read_text())
     content["trl"] |= {"use_vllm": True, "vllm_server_port": server.port}
     file.write_text(yaml.safe_dump(content))
-    done = subprocess.run(
-        [sys.executable, "-m", "upweight", "train", str(file)], capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [sys.executable, "-m", "upweight", "train", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     name = "sampling/sampling_logp_difference/mean"
@@ -127,3 +143,23 @@ def test_steps_of_grpo_with_images(server, served_model, tmp_path):
     assert apart
     assert max(apart) < 0.02  # the sampler leaves the image token out of its distribution
     assert not (tmp_path / "out" / "vllm").exists()
+
+
+@pytest.mark.parametrize("trained", ["lora", "tower", "full"])
+def test_an_engine_beside_the_trainer_reads_images(trained, tmp_path):
+    (tmp_path / "model").mkdir()
+    save_published("idefics3", tmp_path / "model")
+    # vLLM's environment lacks what the project has: that is put after its own.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    env = {**os.environ, **ON_CPU, "UPWEIGHT_SITE": site, "PYTHONPATH": paths}
+    script = ROOT / "tests" / "with_vllm" / "colocated_images.py"
+    command = [PYTHON, str(script), str(tmp_path / "model"), str(tmp_path), trained]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rounds = json.loads(ended.stdout.splitlines()[-1])
+    assert [one["version"] for one in rounds] == [0, 3, 4]
+    assert all(one["difference"] < 1e-4 and one["drawn"] == 0 for one in rounds)
+    assert all(one["former"] > 1e-2 for one in rounds[1:])
+    assert all(one["completions"] == [3, 3, 3] for one in rounds)
+    assert not (tmp_path / "vllm").exists()

@@ -56,6 +56,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     for row in (row for rows in lists for row in rows if isinstance(row, dict)):
         for old, new in peers.ROW_RENAMED.items():
             _rename_key(row, old, new, findings)
+        _texts_with_images(row, findings)
     return content
 
 
@@ -112,6 +113,26 @@ def _pretraining(content: dict[Any, Any], findings: Findings) -> None:
     findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
     content.setdefault("streaming", True)
     content["datasets"] = [{"type": "pretrain", **row} if isinstance(row, dict) else row for row in rows]
+
+
+def _texts_with_images(row: dict[Any, Any], findings: Findings) -> None:
+    """Axolotl's `multimodal_pretrain`, texts with placeholders and a column of images, as the format `completion`."""
+    if row.get("type") != "multimodal_pretrain":
+        return
+    findings.notices.append("datasets.type: 'multimodal_pretrain' is called 'completion' here")
+    row["type"] = "completion"
+    if asks_for_something(column := row.pop("text_column", None)):
+        row["field"] = column
+    usual = {"image_column": ("images", "image"), "image_token": ("<image>",), "image_base_dir": ()}
+    remedies = {
+        "image_column": "images are read from the column 'images' or 'image': rename yours",
+        "image_token": "write <image>, or the model's own image token, where an image is in a text",
+        "image_base_dir": "files are looked up beside the data and the config: write their paths from there",
+    }
+    for key, values in usual.items():
+        value = row.pop(key, None)
+        if asks_for_something(value) and value not in values:
+            findings.errors.append(f"datasets.{key}: {remedies[key]}.")
 
 
 def _lowest_rate(content: dict[Any, Any], findings: Findings) -> None:

@@ -24,8 +24,6 @@ from upweight.methods.base import Method
 from upweight.models.processor import image_reader
 from upweight.user_modules import load_function, local_file, source_of
 
-WITH_IMAGES = ("text", "pairs", "labelled", "prompts")  # kinds of data whose rows may have images
-
 
 def build_encoder(  # noqa: PLR0917
     data: DataSection,
@@ -165,10 +163,6 @@ class Encoder:
         if not images or self.setup.images is None:
             return records
         method = self.setup.method
-        if method.strided:
-            remedy = "'ebft.mode: structured' trains on prompts with images"
-            raise UserError(f"ebft.mode: strided begins blocks all along a document, also inside an image; {remedy}.")
-        taught = method.evaluates_loss or method.needs_teacher
-        if method.data not in WITH_IMAGES or taught or method.head == "step_score":
+        if method.evaluates_loss or method.needs_teacher:
             raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
         return [with_images(record, texts, images, self.setup.images.reader.placeholder) for record in records]

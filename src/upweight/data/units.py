@@ -33,7 +33,8 @@ def _text_sample(row: Mapping[str, Any]) -> Sample:
         loss_mask = np.asarray(row["loss_mask"], np.bool_)
         return Sample(_as_ids(row["input_ids"]), loss_mask, images=image_refs(row), **_teacher_lists(row, loss_mask))
     labels = _as_ids(row["labels"])
-    return Sample(_as_ids(row["input_ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
+    scored = labels != IGNORED
+    return Sample(_as_ids(row["input_ids"]), scored, labels=labels[scored], images=image_refs(row))
 
 
 def _teacher_lists(row: Mapping[str, Any], loss_mask: NDArray[np.bool_]) -> dict[str, Any]:

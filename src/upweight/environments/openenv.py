@@ -12,7 +12,8 @@ import httpx
 
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
-from upweight.environments.tools import as_text, opening_messages, tool_message
+from upweight.environments.openenv_images import block_content, image_part, with_images
+from upweight.environments.tools import as_text, is_image, opening_messages, tool_message
 from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
@@ -32,6 +33,7 @@ Reduction = Literal["sum", "last", "mean", "max"]
 MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0  # seconds between attempts to connect
 CLOSE_SECONDS = 2.0
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+Content = str | list[dict[str, Any]]  # of a message; parts where there are images
 
 
 class OpenEnvFault(Exception):
@@ -55,6 +57,7 @@ class OpenEnv(Environment):
     columns: Sequence[str] | None = None  # of the row, passed to `reset`; None: all but the prompt
     text_field: str | None = None  # field of the action for the policy's text; None: the only one, if any
     observation: str | None = None  # field of the observation that the policy reads; None: all
+    image: str | None = None  # field of the observation that holds an image
     timeout: float = 60.0  # seconds for one answer
     wait: float = 300.0  # seconds to wait for the server and for a free session
     mcp: bool = field(default=False, init=False)  # whether turns become actions by calls of MCP tools
@@ -82,9 +85,10 @@ class OpenEnv(Environment):
         with activity(f"waiting for the OpenEnv server at {self.url} (environment.wait: {self.wait:g} s)"):
             schema = await self._fetch_schemas()
         known = (schema.get("observation") or {}).get("properties") or {}
-        if self.observation is not None and known and self.observation not in known:
-            problem = f"'{self.observation}' is no field of what {self.url} shows"
-            raise UserError(f"environment.observation: {problem}; it has {', '.join(known)}")
+        for key, name in (("observation", self.observation), ("image", self.image)):
+            if name is not None and known and name not in known:
+                problem = f"'{name}' is no field of what {self.url} shows"
+                raise UserError(f"environment.{key}: {problem}; it has {', '.join(known)}")
         action = schema["action"]
         properties = (action.get("properties") or {}).items()
         fields = {name: kind for name, kind in properties if name != "metadata" and "const" not in kind}
@@ -140,7 +144,11 @@ class OpenEnvEpisode(Episode):
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Reset the environment with the row's columns; the first observation follows the prompt."""
         columns = self.environment.columns
-        names = [name for name in row if name not in PREPARED_COLUMNS] if columns is None else columns
+        shown = any(map(is_image, row.get("images") or ()))  # the images of the row, which the policy alone sees
+        if shown and "images" in (columns or ()):
+            raise UserError("environment.columns: images of rows are not sent to a server; leave out 'images'.")
+        unsent = (*PREPARED_COLUMNS, *(["images"] if shown else []))
+        names = [name for name in row if name not in unsent] if columns is None else columns
         if missing := [name for name in names if name not in row]:
             has = ", ".join(row)
             raise UserError(f"environment.columns: the data has no column {', '.join(missing)}; it has {has}")
@@ -154,14 +162,14 @@ class OpenEnvEpisode(Episode):
             listed = (await self._send_action({"type": "list_tools"})).get("observation") or {}
             offered = [(tool, tool.get("input_schema") or {}) for tool in listed.get("tools") or ()]
             tools = [_tool_schema(tool["name"], tool.get("description") or "", schema) for tool, schema in offered]
-        return Opening(opening_messages(row.get("prompt"), self._text_of_result(result)), tools)
+        return Opening(opening_messages(row.get("prompt"), self._content_of_result(result)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
         """Step once with plain text, or once for each call; a turn without a call ends the episode."""
         name = self.environment.text_field
         if name is not None:
-            text = await self._step({name: turn.text.strip()})
-            return Reply() if self.done else Reply([{"role": "user", "content": text}])
+            content = await self._step({name: turn.text.strip()})
+            return Reply() if self.done else Reply([{"role": "user", "content": content}])
         messages: list[Message] = []
         for call in turn.calls:
             messages.append(tool_message(call, await self._call_tool(call)))
@@ -188,7 +196,7 @@ class OpenEnvEpisode(Episode):
         except (OSError, ConnectionClosed):  # closed already
             socket.transport.abort()
 
-    async def _call_tool(self, call: ToolCall) -> str:
+    async def _call_tool(self, call: ToolCall) -> Content:
         if call.error:
             return f"{ERROR}{call.error}"
         if self.environment.mcp:
@@ -197,7 +205,7 @@ class OpenEnvEpisode(Episode):
             return f"{ERROR}there is no tool '{call.name}', only '{STEP}'"
         return await self._step(call.arguments)
 
-    async def _step(self, action: Mapping[str, Any]) -> str:
+    async def _step(self, action: Mapping[str, Any]) -> Content:
         """Return what the policy reads after an action: the observation, or why the action was rejected."""
         try:
             result = await self._send_action(action)
@@ -207,19 +215,23 @@ class OpenEnvEpisode(Episode):
         if result.get("reward") is not None:
             self.rewards.append(float(result["reward"]))
         self.done = bool(result.get("done"))
-        return self._text_of_result(result)
+        return self._content_of_result(result)
 
-    def _text_of_result(self, result: Mapping[str, Any]) -> str:
-        observation = result.get("observation") or {}
+    def _content_of_result(self, result: Mapping[str, Any]) -> Content:
+        """Return an observation as the policy reads it: its text, and its image where a field of it is one."""
+        observation = dict(result.get("observation") or {})
+        picture = self.environment.image
+        value = observation.pop(picture, None) if picture is not None else None
+        images = [] if value is None else [image_part(value, str(picture))]
         if (name := self.environment.observation) in observation:
-            return as_text(observation[name])
+            return with_images(as_text(observation[name]), images)
         if self.environment.mcp and "tool_name" in observation:
-            return _tool_text(observation)
+            return _tool_content(observation)
         shown = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward")}
         shown = shown or observation.get("metadata") or {}
         if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
-            return text
-        return as_text(shown) if shown else ""
+            return with_images(text, images)
+        return with_images(as_text(shown) if shown else "", images)
 
     async def _begin_episode(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Begin an episode; wait while the server is away or full."""
@@ -267,16 +279,15 @@ class OpenEnvEpisode(Episode):
         return content
 
 
-def _tool_text(observation: Mapping[str, Any]) -> str:
+def _tool_content(observation: Mapping[str, Any]) -> Content:
     if error := observation.get("error"):
         kind, message = error.get("error_type"), error.get("message")
         if kind not in MODEL_ERRORS:
             raise OpenEnvFault(f"{observation['tool_name']}: {kind}: {message}")
         return f"{ERROR}{message}"
     result = observation.get("result")
-    parts = result.get("content") if isinstance(result, Mapping) else None
-    texts = [part["text"] for part in parts or () if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    return "\n".join(texts) if texts else as_text(result)
+    content = block_content(result.get("content")) if isinstance(result, Mapping) else None
+    return as_text(result) if content is None else content
 
 
 def _tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -71,14 +71,15 @@ def as_content(value: Any) -> str | list[dict[str, Any]]:
 def image_parts(value: Any) -> list[dict[str, Any]] | None:
     """Return an image, or a list of texts and images, as content parts; None if there is no image in it."""
     items = value if isinstance(value, list) else [value]
-    if not items or not all(isinstance(item, str) or _is_image(item) for item in items):
+    if not items or not all(isinstance(item, str) or is_image(item) for item in items):
         return None
     if all(isinstance(item, str) for item in items):
         return None
     return [_part(item) for item in items]
 
 
-def _is_image(item: Any) -> bool:
+def is_image(item: Any) -> bool:
+    """Return whether a value is an image of Pillow's, or a content part that holds one."""
     if isinstance(item, Mapping):
         return item.get("type") in ("image", "image_url", "input_image")
     return callable(getattr(item, "convert", None)) and callable(getattr(item, "save", None))  # of Pillow

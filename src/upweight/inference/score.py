@@ -16,7 +16,7 @@ from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.view import ConfigView
 from upweight.data.encode import build_encoder
-from upweight.data.images import image_refs
+from upweight.data.images import COLUMNS, image_refs
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
 from upweight.engine import Engine
@@ -103,7 +103,8 @@ class ScoreModel:
             steps = row.get("completions")
             if steps is None and isinstance(completion, str):
                 steps = [step for step, _ in self.steps(completion)]
-            return {"prompt": prompt, "completions": steps, "labels": [0] * len(steps or ())}
+            images = {name: row[name] for name in COLUMNS if name in row} if self.engine.images is not None else {}
+            return {"prompt": prompt, "completions": steps, "labels": [0] * len(steps or ()), **images}
         if prompt is None and isinstance(row.get("messages"), list):
             *before, last = row["messages"]
             if self.engine.images is None or not before:

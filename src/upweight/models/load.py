@@ -291,8 +291,8 @@ def hub_options(section: ModelSection) -> dict[str, Any]:
 def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | None = None) -> Any:
     """Return the transformers class that loads the model with this head."""
     reads_images = config is not None and vision_family(config) is not None and head == "tokens"
-    if config is not None and head == "sequence_score":
-        add_score_class(config)
+    if config is not None and head != "tokens":
+        add_score_class(config, head)
     name = section.model_class or ("AutoModelForImageTextToText" if reads_images else AUTO_CLASSES[head])
     chosen = getattr(transformers, name, None)
     if chosen is None:

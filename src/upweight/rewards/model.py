@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
-from upweight.data.images import GENERIC
+from upweight.data.images import GENERIC, IMAGE_TYPES
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model
@@ -170,9 +170,7 @@ def image_scores(
     model: ScoreModel, prompts: list[Any], completions: list[Any], images: list[list[Any]] | None = None
 ) -> list[float]:
     """Return one score for each completion; an image is encoded once for all completions of its prompt."""
-    reader = model.engine.images
-    assert reader is not None
-    texts = (GENERIC, reader.placeholder, model.encoder.setup.tokens.tokenizer.convert_ids_to_tokens(reader.token_id))
+    texts = _image_texts(model)
     rows = [
         {"prompt": prompt, "completion": _without(texts, completion)}
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -180,6 +178,13 @@ def image_scores(
     for row, of_prompt in zip(rows, images or (), strict=False):
         row["images"] = [getattr(image, "filename", None) or image for image in of_prompt]
     return [score for (score,) in model(rows)]
+
+
+def _image_texts(model: ScoreModel) -> tuple[str, ...]:
+    """Return the texts that stand for an image."""
+    reader = model.engine.images
+    assert reader is not None
+    return GENERIC, reader.placeholder, model.encoder.setup.tokens.tokenizer.convert_ids_to_tokens(reader.token_id)
 
 
 def _without(texts: Sequence[str], completion: Any) -> Any:
@@ -201,22 +206,47 @@ def is_process_model(source: str) -> bool:
     return name.endswith("ForTokenClassification")
 
 
-def lowest_step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[float | None]:
+def lowest_step_scores(
+    model: ScoreModel, prompts: list[Any], completions: list[Any], images: list[list[Any]] | None = None
+) -> list[float | None]:
     """Return the lowest step probability of each completion; None if it is empty."""
-    steps = step_scores(model, prompts, completions)
+    steps = step_scores(model, prompts, completions, images)
     return [None if one is None else min(score for _, score in one[CHARACTERS]) for one in steps]
 
 
-def step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[dict[str, Credit] | None]:
+def step_scores(
+    model: ScoreModel, prompts: list[Any], completions: list[Any], images: list[list[Any]] | None = None
+) -> list[dict[str, Credit] | None]:
     """Return the probability of each step with its end in the text of its completion; None if that is empty."""
-    pairs = zip(prompts, completions, strict=True)
-    rows = [{"prompt": _last_text(prompt), "completion": _last_text(completion)} for prompt, completion in pairs]
-    ends = [[end for _, end in model.steps(row["completion"])] for row in rows]
-    filled = [number for number, of_row in enumerate(ends) if of_row]
+    texts = [_last_text(completion) for completion in completions]
+    ends = [[end for _, end in model.steps(text)] for text in texts]
+    reads = model.engine.images is not None
+    shown = images if reads and images is not None else [[]] * len(prompts)
+    rows = [
+        {**_last_prompt(prompt, of_prompt), "completion": _without(_image_texts(model), text) if reads else text}
+        for prompt, of_prompt, text in zip(prompts, shown, texts, strict=True)
+    ]
     scores: list[dict[str, Credit] | None] = [None] * len(rows)
+    filled = [number for number, of_row in enumerate(ends) if of_row]
     for number, of_row in zip(filled, model([rows[number] for number in filled]), strict=True):
         scores[number] = {CHARACTERS: list(zip(ends[number], of_row, strict=True))}
     return scores
+
+
+def _last_prompt(prompt: Any, images: list[Any]) -> dict[str, Any]:
+    """Return the text of a prompt's last message and the images in it; those of earlier messages come first."""
+    *_, last = [prompt] if isinstance(prompt, str) else prompt or [{}]
+    content = last if isinstance(last, str) else last.get("content")
+    if isinstance(content, str) or not content:
+        text, shown = str(content or ""), len(images) if isinstance(prompt, str) else 0
+    else:
+        kinds = [part.get("type") in IMAGE_TYPES for part in content]
+        shown = sum(kinds)
+        text = "".join(
+            GENERIC if is_image else str(part.get("text") or "") for part, is_image in zip(content, kinds, strict=True)
+        )
+    files = [getattr(image, "filename", None) or image for image in images[len(images) - shown :]]
+    return {"prompt": text, **({"images": files} if files else {})}
 
 
 def _last_text(value: Any) -> str:

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from upweight.data.images import image_refs
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.rollout.completion_source import CompletionSource, with_images
 from upweight.rollout.episodes.token_stream import TokenStream, build_completion
+from upweight.rollout.rollout import images_before
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.forward import CachedForward
 from upweight.sampler.in_process import InProcess
@@ -118,8 +120,8 @@ class StridedBlocks(CompletionSource):
 
     def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         block_starts = [anchors(group.row, self.method) for group in groups]
-        self.generator.check_sampling([group.prompt_ids for group in groups], sampling)
-        if not self.generator.shares_prefixes:
+        self.generator.check_sampling([group.prompt_ids for group in groups], with_images(sampling, groups))
+        if not self.generator.shares_prefixes or any(image_refs(group.row) for group in groups):
             self._sample_separately(groups, block_starts, count, sampling)
         else:
             with torch.no_grad(), dropout_off(self.model):
@@ -174,9 +176,11 @@ class StridedBlocks(CompletionSource):
             group.completions = [Completion(tokens, its, version, finished=True) for tokens, its in sampled]
 
     def _sample_separately(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
-        """Sample each block as a completion of the text before it, for architectures that cannot share prefixes."""
+        """Sample each block as a completion of what is before it: after images, and where prefixes are not shared."""
         for index, (group, each) in enumerate(zip(groups, starts, strict=True)):
             seed = int(np.random.SeedSequence((sampling.seed or 0, sampling.first + index)).generate_state(1)[0])
             prefixes = [group.prompt_ids[:start] for start in each]
-            blocks = self.generator.generate(prefixes, count, replace(sampling, seed=seed, first=0))
+            seen = tuple(images_before(group, start) for start in each)
+            alone = replace(sampling, seed=seed, first=0, images=seen if any(seen) else ())
+            blocks = self.generator.generate(prefixes, count, alone)
             group.completions = [replace(completion, finished=True) for block in blocks for completion in block]

@@ -5,6 +5,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,6 +108,14 @@ def _routes_from_plain(plain: Mapping[str, Any]) -> NDArray[np.int16]:
 def images_of(group: Group, completion: Completion) -> tuple[ImageRef, ...]:
     """Return the images of a prompt with its completion."""
     return image_refs(group.row) if completion.images is None else completion.images
+
+
+def images_before(group: Group, stop: int) -> tuple[ImageRef, ...]:
+    """Return the images of a document whose tokens are before a position, which is inside of none."""
+    refs = image_refs(group.row)
+    left = group.prompt_ids[:stop].count(refs[0].token_id) if refs else 0
+    ends = accumulate(ref.tokens for ref in refs)
+    return tuple(ref for ref, end in zip(refs, ends, strict=True) if end <= left)
 
 
 def observed_images(group: Group, completion: Completion) -> list[ImageRef]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from upweight.rollout.rollout import images_of
+from upweight.rollout.rollout import images_before, images_of
 from upweight.types import Completion, Group, ImageRef, Sample, Unit
 
 SAMPLED, FAILED, DEMONSTRATION = 0, -1, 1  # labels, where some samples are not the policy's
@@ -68,10 +68,11 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
     for group_index, (group, block_starts) in enumerate(zip(groups, starts, strict=True)):
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
         count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
-        blocks = [
-            _sample_of(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
-            for index, completion in enumerate(group.completions)
-        ]
+        blocks = []
+        for index, completion in enumerate(group.completions):
+            at = block_starts[index // count]
+            sample = _sample_of(group.prompt_ids[:at], completion, advantages[index])
+            blocks.append(replace(sample, images=images_before(group, at)))
         units += [_with_label(Unit(tuple(blocks[member::count]), group_index), SAMPLED) for member in range(count)]
     return units
 

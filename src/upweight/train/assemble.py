@@ -142,8 +142,9 @@ def _first_row(train: Dataset | RowFeed, objects: Objects) -> Mapping[str, Any]:
 def _with_images(config: Config, model: Model, ranks: int) -> OptimSection:
     """Return the settings for rows with images; raise for those that do not go with them."""
     problems = list(image_problems(config, model, ranks))
-    if config.gym.enabled or config.environment.kind == "openenv":
-        problems.append("environment: servers get no images; leave it out, or write a class (environment.class).")
+    if config.gym.enabled:
+        reason = "what a Gym's tools return is text, and its agents ask for completions of texts"
+        problems.append(f"nemo_gym_enabled: {reason}; use rows without images, or 'environment.type: openenv'.")
     if problems:
         raise UserError("\n".join(problems))
     return config.optim.model_copy(update={"activation_offloading": False})  # `memory` may have set it

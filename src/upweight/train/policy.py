@@ -32,7 +32,7 @@ from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.models.vision import freeze_vision, vision_family, vision_module_names
-from upweight.rollout.vllm.images import NOT_SERVED, SERVED_TYPES
+from upweight.rollout.vllm.images import SERVED_TYPES
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
@@ -289,13 +289,10 @@ def _problems_with_vllm(config: Config, model: Model) -> Iterator[str]:
     here = "leave out trl.use_vllm to sample in this process"
     if config.sharding.fsdp or config.sharding.deepspeed is not None:
         yield f"fsdp, deepspeed: sharded weights are not compared with vLLM's after images; {here}."
-    if config.rollout.vllm_mode == "colocate":
-        yield f"trl.vllm_mode: colocated vLLM gets no images; use 'vllm_mode: server', or {here}."
-    elif direct_transfer(config) is not None:
+    if config.rollout.vllm_mode != "colocate" and direct_transfer(config) is not None:
         yield "trl.vllm_weight_transfer: the weights of a vision model are sent through a folder alone; use 'folder'."
     if (kind := unwrap_peft(model).config.model_type) not in SERVED_TYPES:
-        why = NOT_SERVED.get(kind, "which was not tried")
-        yield f"trl.use_vllm: images go to vLLM for {', '.join(SERVED_TYPES)}, not for {kind} ({why}); {here}."
+        yield f"trl.use_vllm: images go to vLLM for {', '.join(SERVED_TYPES)}; {kind} was not tried; {here}."
 
 
 def trains_vision(model: Model) -> bool:

@@ -69,9 +69,10 @@ def test_grpo_samples_prompts_with_images_from_a_server(tmp_path, keys):
 @pytest.mark.parametrize(
     ("kind", "trl", "words"),
     [
-        ("idefics3", {"vllm_mode": "colocate"}, "trl.vllm_mode: colocated vLLM gets no images"),
         ("idefics3", {"vllm_weight_transfer": "nccl"}, "sent through a folder alone"),
-        ("idefics3", {}, ""),
+        ("smolvlm", {"vllm_mode": "colocate"}, "smolvlm was not tried"),
+        *((kind, {}, "") for kind in ("idefics3", "gemma3", "llava", "llava_next", "mistral3", "internvl")),
+        ("idefics3", {"vllm_mode": "colocate"}, ""),
     ],
 )
 def test_what_was_not_shown_to_work_is_refused(tmp_path, kind, trl, words):
@@ -90,6 +91,6 @@ def test_sharded_weights_are_not_compared_with_a_server_that_reads_images(tmp_pa
 
 
 def test_another_type_stops_before_the_server_is_asked(tmp_path):
-    model, _ = served(tmp_path / "model", "gemma3")
-    with pytest.raises(UserError, match=r"images go to vLLM for .*, not for gemma3 .*does not read the vision tower"):
+    model, _ = served(tmp_path / "model", "smolvlm")
+    with pytest.raises(UserError, match=r"images go to vLLM for .*; smolvlm was not tried"):
         train(config(tmp_path, model, "http://127.0.0.1:9"))

@@ -43,7 +43,8 @@ def environments(config: Config) -> Iterator[str]:
         yield "environment.class: missing. Name the class as 'file.Class'."
     if section.kind == "openenv" and section.url is None:
         yield "environment.url: missing. Name the server, such as 'http://127.0.0.1:8000'."
-    needs = {"python": ("class",), "openenv": ("url", "reward", "columns", "text_field", "observation", "wait")}
+    of_server = ("url", "reward", "columns", "text_field", "observation", "image", "wait")
+    needs = {"python": ("class",), "openenv": of_server}
     for kind, names in needs.items():
         stray = [f"environment.{name}" for name in names if f"environment.{name}" in config.set_keys]
         if stray and section.kind != kind:

@@ -36,6 +36,9 @@ class EnvironmentSection(Section):
     observation: str | None = setting(
         "environment.observation", None, "OpenEnv: field of the observation that the policy sees. When left out: all."
     )
+    image: str | None = setting(
+        "environment.image", None, "OpenEnv: field of the observation that holds an image, which the policy sees too."
+    )
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
     timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)

@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.modules import unwrap_peft
+from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion, transport_for, write_aside
+from upweight.rollout.vllm.images import ImageProbe, ImagePrompts
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
 from upweight.rollout.vllm.server import completions_of
 from upweight.serve.command import allowed_rank
@@ -43,14 +45,22 @@ class VllmColocated:
         lora_sync: bool | None = None,
         temperature: float = 1.0,
         options: Mapping[str, Any] | None = None,
+        probes_images: bool = False,
     ) -> None:
-        """`longest` limits the tokens of a prompt and its completion; `memory` is the share of the GPU while awake."""
+        """`longest` limits the tokens of a prompt and its completion; `memory` is the share of the GPU while awake.
+
+        `probes_images`: whether engine and trainer are also compared after an image.
+        """
         base = unwrap_peft(model)
         name = str(base.config.name_or_path)
         self._model, self._dtype, self._temperature = model, dtype, temperature
         self._folder, self._longest, self._run = folder.resolve(), longest, uuid.uuid4().hex[:8]
         self._options, self._ends = dict(options or {}), eos_token_ids(base, tokenizer)
         self._transport = transport_for(model, lora_sync, dtype, name)
+        reader = image_reader(tokenizer)
+        self._images = None if reader is None else ImagePrompts(reader)
+        probes = probes_images and self._images is not None
+        self._image_probe = ImageProbe(self._images, temperature) if probes and self._images is not None else None
         on_gpu = torch.cuda.is_available()
         self._sleeps = sleeps and on_gpu
         self._settings: dict[str, Any] = {
@@ -86,7 +96,10 @@ class VllmColocated:
                 self._load_weights(self._next)
             if self._now is None:
                 raise UserError("vLLM was sent no weights yet")
-            answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
+            fields = completion_fields(count, sampling, self._ends) | self._options
+            if self._images is not None:
+                fields = self._images.without_image_token(fields)
+            answers = self._ask(self._requests(prompts, sampling), prompts, fields)
         completions_by_prompt = [
             completions_of(choices, prompt, count, self._now.version)
             for choices, prompt in zip(answers, prompts, strict=True)
@@ -95,6 +108,11 @@ class VllmColocated:
             for index, completions in enumerate(completions_by_prompt):
                 done(index, completions)
         return completions_by_prompt
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self._images is not None
 
     def sync(self, version: int) -> None:
         """Write the policy's present weights as `version`, for the next call."""
@@ -161,6 +179,8 @@ class VllmColocated:
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(served.folder)})
             self._llm.reset_prefix_cache()  # it was computed with the old weights
+            if self._images is not None:
+                self._llm.llm_engine.reset_encoder_cache()  # features of images
         self._check_weights()
         if previous is not None:
             self._llm.llm_engine.remove_lora(previous.lora_int_id)
@@ -171,28 +191,54 @@ class VllmColocated:
         """Compare the log-probs of engine and trainer on a few tokens."""
         size = unwrap_peft(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
-        choice = self._ask([prompt], probe_fields(self._temperature))[0][0]
-        ids, reported_logps = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+        exact = self._dtype == torch.float32
+        request = {"prompt_token_ids": prompt}
+        ids, reported_logps = self._continued(request, prompt, probe_fields(self._temperature))
         mean, largest = difference(self._model, ids, reported_logps, self._temperature, adapted=True)
-        if agrees(mean, largest, exact=self._dtype == torch.float32):
+        what, agreed, probe = "log-probs of vLLM", agrees(mean, largest, exact=exact), self._image_probe
+        if agreed and probe is not None:
+            answer = self._continued(probe.request, probe.prompt, probe.fields)
+            mean, largest = probe.comparison(*answer, self._temperature, adapted=True)(self._model)
+            what, agreed = f"{what} after an image", probe.agrees(mean, largest, exact=exact)
+        if agreed:
             return
-        apart = f"log-probs of vLLM differ by {mean:.3g} on average from the trainer's after new weights were loaded"
+        apart = f"{what} differ by {mean:.3g} on average from the trainer's after new weights were loaded"
         if not getattr(unwrap_peft(self._model), "is_quantized", False):
             raise UserError(f"{apart}. Sample from a server, or in process (drop 'use_vllm').")
         warn_once(f"{apart}: the base is quantised here")
 
-    def _ask(self, prompts: Prompts, fields: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    def _requests(self, prompts: Prompts, sampling: Sampling) -> list[dict[str, Any]]:
+        """Return the prompts as the engine takes them, each with its images."""
+        shown = sampling.images or [()] * len(prompts)
+        return [
+            self._images.in_process(prompt, refs)
+            if refs and self._images is not None
+            else {"prompt_token_ids": list(prompt)}
+            for prompt, refs in zip(prompts, shown, strict=True)
+        ]
+
+    def _continued(
+        self, request: dict[str, Any], prompt: Sequence[int], fields: Mapping[str, Any]
+    ) -> tuple[list[int], list[float]]:
+        """Return a prompt with the tokens that the engine samples after it, and their log-probs."""
+        choice = self._ask([request], [prompt], fields)[0][0]
+        return [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+
+    def _ask(
+        self, requests: Sequence[dict[str, Any]], prompts: Prompts, fields: Mapping[str, Any]
+    ) -> list[list[dict[str, Any]]]:
         """Return the choices for each prompt in the form of a server's."""
         vllm_params = importlib.import_module("vllm.sampling_params")
         fields = dict(fields)
         if "structured_outputs" in fields:
             fields["structured_outputs"] = vllm_params.StructuredOutputsParams(**fields["structured_outputs"])
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            vllm_params.SamplingParams(**fields),
-            use_tqdm=False,
-            lora_request=self._adapter,
-        )
+        if bias := fields.get("logit_bias"):  # a server takes names, which JSON has
+            fields["logit_bias"] = {int(token): value for token, value in bias.items()}
+        params = vllm_params.SamplingParams(**fields)
+        outputs = self._llm.generate(requests, params, use_tqdm=False, lora_request=self._adapter)
+        for request, output, prompt in zip(requests, outputs, prompts, strict=True):
+            if self._images is not None and "multi_modal_data" in request:
+                self._images.require_same_tokens(output.prompt_token_ids, prompt)
         return [[_as_choice(output, request.prompt_token_ids) for output in request.outputs] for request in outputs]
 
     def _remove_version(self, served: ServedVersion | None) -> None:

@@ -13,21 +13,25 @@ from torch import nn
 
 from upweight.errors import UserError
 from upweight.image_files import open_image
+from upweight.log import warn_once
 from upweight.models.processor import ImageReader
 from upweight.models.vision import token_types
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
-from upweight.rollout.vllm.probe import difference, probe_fields
+from upweight.rollout.vllm.probe import FLOAT32_LIMIT, agrees, difference, probe_fields
 from upweight.types import ImageRef
 
 # What vLLM was tried with: the tokens of prompts, log-probs after images, and new weights of the vision tower.
-SERVED_TYPES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-# What was tried with vLLM 0.32 and failed, and why.
-NOT_SERVED = {
-    **dict.fromkeys(
-        ("gemma3", "llava", "llava_next"), "vLLM 0.32 does not read the vision tower as transformers writes it"
-    ),
-    **dict.fromkeys(("internvl", "mistral3"), "vLLM 0.32 does not take over all weights that training sends"),
-}
+SERVED_TYPES = (
+    "gemma3",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+)
 GENERATE = "/inference/v1/generate"  # takes token ids with images
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 SENT_AS_THEY_ARE = ("PNG", "JPEG", "WEBP")  # formats that every build of Pillow decodes alike
@@ -65,6 +69,17 @@ class ImagePrompts:
         ids = self.folded(prompt, refs, contents)
         return {"token_ids": ids, "content_parts": parts, "sampling_params": sampling, "return_token_ids": True}
 
+    def in_process(
+        self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes] | None = None
+    ) -> dict[str, Any]:
+        """Return a prompt and its images as an engine in this process takes them."""
+        contents = [self.reader.content(ref) for ref in refs] if contents is None else contents
+        return {
+            "prompt_token_ids": self.folded(prompt, refs, contents),
+            "multi_modal_data": {"image": [open_image(content) for content in contents]},
+            "multi_modal_uuids": {"image": [ref.digest for ref in refs]},
+        }
+
     def folded(self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes]) -> list[int]:
         """Return a prompt with one placeholder for each image, which the server writes out again."""
         ids, done, at = [], 0, 0
@@ -80,21 +95,21 @@ class ImagePrompts:
 
     def choices(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
         """Return the choices of an answer in the form of /v1/completions; raise if the server wrote other tokens."""
-        expanded = answer.get("prompt_token_ids")
-        if expanded != list(prompt):
-            raise UserError(self._other_tokens(expanded, prompt))
+        self.require_same_tokens(answer.get("prompt_token_ids"), prompt)
         return [_as_choice(choice, prompt) for choice in answer["choices"]]
 
-    def _other_tokens(self, expanded: Any, prompt: Sequence[int]) -> str:
-        """Return the message for a prompt that the server expanded to other tokens than training has."""
+    def require_same_tokens(self, expanded: Any, prompt: Sequence[int]) -> None:
+        """Raise where vLLM expanded a prompt to other tokens than training has."""
         if not isinstance(expanded, list):
-            return "the vLLM server does not return the tokens of prompts with images; use vLLM 0.32 or later"
+            raise UserError("vLLM does not return the tokens of prompts with images; use vLLM 0.32 or later")
+        if expanded == list(prompt):
+            return
         writes, has = expanded.count(self.reader.token_id), list(prompt).count(self.reader.token_id)
         counts = f"{writes} tokens for the images of a prompt where training has {has}"
         if writes == has:
             counts = f"other tokens around the images of a prompt ({len(expanded)} in all, in training {len(prompt)})"
-        remedy = "serve the same processor settings (processor_config.json; `processor_kwargs` do not reach the server)"
-        return f"the vLLM server writes {counts}: {remedy}, or sample in this process (leave out trl.use_vllm)."
+        remedy = "serve the same processor settings (processor_config.json; `processor_kwargs` do not reach vLLM)"
+        raise UserError(f"vLLM writes {counts}: {remedy}, or sample in this process (leave out trl.use_vllm).")
 
 
 class ImageProbe:
@@ -106,18 +121,24 @@ class ImageProbe:
         ref, expansion = self._reader.refer(self._content, "probe.png")
         self._refs = (ref,)
         around = self._reader.processor.tokenizer.encode("ab", add_special_tokens=False)
-        self._prompt = [*around, *expansion.ids, *around]
-        self._fields = prompts.without_image_token(probe_fields(temperature))
+        self.prompt: list[int] = [*around, *expansion.ids, *around]
+        self.fields = prompts.without_image_token(probe_fields(temperature))
+        self._exact: bool | None = None  # whether the first answer was equal to the last digits, as in float32
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Return the prompt and its image as an engine in this process takes them."""
+        return self._prompts.in_process(self.prompt, self._refs, [self._content])
 
     async def ask(self, client: VllmClient, name: str) -> tuple[list[int], list[float]]:
         """Return the prompt with the tokens that the server samples after it, and their log-probs."""
-        body = self._prompts.written(self._prompt, self._refs, [self._content], self._fields)
+        body = self._prompts.written(self.prompt, self._refs, [self._content], self.fields)
         try:
             answer = await client.ask(GENERATE, {**body, "model": name}, seconds=None)
         except RequestRefused as error:
             raise explained(error, client.url) from None
-        (choice,) = self._prompts.choices(answer, self._prompt)
-        return [*self._prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+        (choice,) = self._prompts.choices(answer, self.prompt)
+        return [*self.prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
 
     def comparison(
         self, ids: list[int], logps: list[float], temperature: float, *, adapted: bool
@@ -125,8 +146,20 @@ class ImageProbe:
         """Return a function that compares a model, with or without its adapter, with the server's log-probs."""
         ids_BN, token = torch.tensor([ids]), self._reader.token_id
         pixels = self._reader.inputs_of(self._content) | token_types(self._reader.family, ids_BN == token)
-        options: dict[str, Any] = {"adapted": adapted, "prompt": len(self._prompt), "images": pixels, "never": token}
+        options: dict[str, Any] = {"adapted": adapted, "prompt": len(self.prompt), "images": pixels, "never": token}
         return partial(difference, ids=ids, reported_logps=logps, temperature=temperature, **options)
+
+    def agrees(self, mean: float, largest: float, *, exact: bool) -> bool:
+        """Whether a difference is within the limit; `exact` where log-probs of text are equal, as in float32."""
+        if self._exact is None:
+            # Far below the limit, so that another way of resizing never counts as the same and then fails by chance.
+            self._exact = exact and largest <= FLOAT32_LIMIT / 10
+            if exact and not self._exact and agrees(mean, largest, exact=False):
+                warn_once(
+                    f"vLLM's log-probs after an image differ by up to {largest:.2g} from the trainer's: it prepares "
+                    "images in another way (torchvision instead of Pillow, or other processor settings)"
+                )
+        return agrees(mean, largest, exact=self._exact)
 
 
 def _noise() -> bytes:

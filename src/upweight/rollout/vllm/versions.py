@@ -21,7 +21,6 @@ from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClie
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
 from upweight.rollout.vllm.images import ImageProbe
 from upweight.rollout.vllm.probe import (
-    FLOAT32_LIMIT,
     agrees,
     applies_temperature,
     ask_probe,
@@ -75,7 +74,7 @@ class ServedVersions:
         self._old: list[ServedVersion] = []
         self._fault: str | None = None
         self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
-        self._image_probe, self._exact_images = image_probe, None  # the same after an image
+        self._image_probe = image_probe
         self._restoring = asyncio.Lock()
         self._healthy_at = -CHECK_VALID_SECONDS  # when the server last had the current version
         self._drops: set[asyncio.Task[None]] = set()
@@ -278,17 +277,9 @@ class ServedVersions:
         """Return the mean difference of log-probs after an image if it is beyond the limit, else None."""
         if self._image_probe is None or answer is None:
             return None
-        temperature = self._logps_temperature
+        temperature, exact = self._logps_temperature, bool(self._exact)
         mean, largest = self.on_model(self._image_probe.comparison(*answer, temperature, adapted=adapted))
-        if self._exact_images is None:
-            # Far below the limit, so that another way of resizing never counts as the same and then fails by chance.
-            self._exact_images = bool(self._exact) and largest <= FLOAT32_LIMIT / 10
-            if self._exact and not self._exact_images and agrees(mean, largest, exact=False):
-                warn_once(
-                    f"the server's log-probs after an image differ by up to {largest:.2g} from the trainer's: it "
-                    "prepares images in another way (torchvision instead of Pillow, or other processor settings)"
-                )
-        return None if self._quantised or agrees(mean, largest, exact=self._exact_images) else mean
+        return None if self._quantised or self._image_probe.agrees(mean, largest, exact=exact) else mean
 
     def _other_weights(self, mean: float) -> str:
         return (

@@ -89,7 +89,6 @@ def vllm_server(inputs: BackendInputs) -> VllmServer | VllmServers | None:
             timeout=section.server_timeout,
             transfer=section.weight_transfer,
             on_model=on_model,
-            probes_images=_has_images(inputs.rows),
             **_vllm_options(inputs),
         )
 
@@ -152,6 +151,7 @@ def _rank0_only(kind: Any) -> bool:
 def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:
     section = inputs.config.rollout
     options = {"lora_sync": section.lora_sync, "temperature": section.temperature}
+    options["probes_images"] = _has_images(inputs.rows)
     return options | {"dtype": inputs.policy.dtype, "options": request_options(section)}
 
 

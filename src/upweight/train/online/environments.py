@@ -118,7 +118,7 @@ def _build_environment(section: EnvironmentSection, folder: Path, objects: Objec
         from upweight.environments.openenv import OpenEnv  # an optional package
 
         assert section.url is not None, "a rule requires the url"
-        reads = (section.reward, section.columns, section.text_field, section.observation)
+        reads = (section.reward, section.columns, section.text_field, section.observation, section.image)
         return OpenEnv(section.url, *reads, timeout=section.timeout, wait=section.wait)
     if factory is None and not functions:
         key, path = "environment.class", section.class_path

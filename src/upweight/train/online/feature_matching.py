@@ -16,6 +16,7 @@ from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.ebft import KnownTurns, StridedBlocks, anchors
+from upweight.rollout.rollout import images_before
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import all_gather_objects
@@ -89,7 +90,11 @@ class FeatureMatching:
     def demonstrations(self, groups: Sequence[Group]) -> list[Unit]:
         """Return the units of the ground truth, one per group."""
         if self.method.strided:
-            return [demonstration(n, group.row["input_ids"], group.row["loss_mask"]) for n, group in enumerate(groups)]
+            rows = [group.row for group in groups]
+            return [
+                demonstration(number, row["input_ids"], row["loss_mask"], image_refs(row))
+                for number, row in enumerate(rows)
+            ]
         units = []
         for number, group in enumerate(groups):
             turns = self._ground_truth_turns(group)
@@ -119,14 +124,16 @@ class FeatureMatching:
             for side, answers in enumerate(([one.ids for one in group.completions], [true])):
                 for answer in answers:
                     one = self._text_to_embed([*prompt, *answer], 0, len(prompt), group_index, side)
-                    yield one if not images else one.with_images(images)
+                    yield one.with_images(images)
             return
         starts, length = anchors(group.row, self.method), self.method.generate_max_len
         for number, one in enumerate(group.completions):
             at = starts[number // size]
-            yield self._text_to_embed([*prompt[:at], *one.ids], at, at, group_index, 0)
+            sampled = self._text_to_embed([*prompt[:at], *one.ids], at, at, group_index, 0)
+            yield sampled.with_images(images_before(group, at))
         for at in starts:
-            yield self._text_to_embed(prompt[: at + length], at, at, group_index, 1)
+            true = self._text_to_embed(prompt[: at + length], at, at, group_index, 1)
+            yield true.with_images(images_before(group, at))
 
     def _features(
         self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
@@ -194,5 +201,7 @@ class _TextToEmbed:
 
     def with_images(self, images: tuple[ImageRef, ...]) -> "_TextToEmbed":
         """Return the text with the images that its tokens hold."""
+        if not images:
+            return self
         (sample,) = self.unit.samples
         return replace(self, unit=replace(self.unit, samples=(replace(sample, images=images),)))
