@@ -18,13 +18,14 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from upweight.log import warn_once
+from upweight.models.kernels.lora_linear import is_half_inference
 from upweight.models.kernels.packed_product import is_packed, packed_product
 from upweight.models.modules import wrap_forward
 
 if torch.cuda.is_available() and find_spec("triton"):
-    from upweight.models.kernels import pair_rows
+    from upweight.models.kernels import few_experts, pair_rows
 else:
-    pair_rows = None
+    few_experts = pair_rows = None
 
 _grouped_mm = getattr(moe, "_grouped_mm", None)  # of transformers: (rows sorted by expert, weights, ends of the groups)
 _DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)  # act(gate) * up for the two halves of a row
@@ -85,10 +86,23 @@ def runs_grouped(experts: Any) -> bool:
 
 def _experts_forward(self: nn.Module, hidden_ND: Tensor, *args: Any, **kwargs: Any) -> Any:
     # A compiler fuses the passes of the stock forward itself; PEFT's forward adds adapters by a parametrisation.
+    if few_experts is not None and len(args) == 2 and not kwargs and _decodes_few(self, hidden_ND, *args):
+        return few_experts.few_experts(hidden_ND, *args, self.gate_up_proj, self.down_proj)
     unusual = kwargs or len(args) != 2 or torch.compiler.is_compiling() or getattr(self, "parametrizations", None)
     if unusual or not runs_grouped(self):
         return vars(self)["_stock_forward"](hidden_ND, *args, **kwargs)
     return run_experts(self, {}, hidden_ND, *args)
+
+
+def _decodes_few(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> bool:
+    """Return whether the tokens of a compiled layer of a sampler are so few that reading the experts is the work."""
+    if few_experts is None or not torch.compiler.is_compiling() or not is_half_inference(hidden_ND):
+        return False
+    if getattr(experts, "parametrizations", None) or not runs_grouped(experts) or not _has_plain_gate(experts):
+        return False
+    weights = experts.gate_up_proj, experts.down_proj
+    plain = all(type(one) in (Tensor, nn.Parameter) and one.dtype == hidden_ND.dtype for one in weights)
+    return plain and not experts.is_transposed and few_experts.takes(index_NK.numel(), experts.num_experts)
 
 
 def run_experts(
@@ -223,7 +237,8 @@ class _SummedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _rows_of_pairs(grads[0], *ctx.saved_tensors, ctx.top_k), None, None, None
+        token_S, inverse_S = ctx.saved_tensors
+        return _rows_of_pairs(grads[0], token_S, inverse_S, ctx.top_k), None, None, None
 
 
 class _WeightedGate(torch.autograd.Function):
