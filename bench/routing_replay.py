@@ -99,7 +99,7 @@ def learned(replay: bool, rate: float, rounds: int, updates: int, **sizes: int) 
         hits_T = (batch.target_T < VOCABULARY // 2).float()
         reward_S = torch.zeros(int(batch.sequence_T.max()) + 1).index_add(0, batch.sequence_T, hits_T) / sizes["tokens"]
         groups = reward_S.view(PROMPTS, -1)
-        advantage_T = ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()[
+        advantage_T = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()[
             batch.sequence_T
         ]
         rewards.append(float(reward_S.mean()))
