@@ -52,8 +52,10 @@ def test_compiled_layers_of_a_sampler_use_them(kind, monkeypatch):
     index = torch.stack([torch.randperm(4, device="cuda")[:2] for _ in range(6)])
     weights = torch.rand(6, 2, device="cuda", dtype=torch.bfloat16)
     calls = []
-    takes = grouped_experts.few_experts.takes
-    monkeypatch.setattr(grouped_experts.few_experts, "takes", lambda *sizes: calls.append(1) or takes(*sizes))
+    kernels = grouped_experts.few_experts
+    assert kernels is not None
+    takes = kernels.takes
+    monkeypatch.setattr(kernels, "takes", lambda *sizes: calls.append(1) or takes(*sizes))
     with torch.no_grad():
         plain = experts(x, index, weights)
         compiled = torch.compile(experts.forward, dynamic=True)(x, index, weights)
