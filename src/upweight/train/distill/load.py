@@ -38,7 +38,7 @@ from upweight.train.objects import Objects, Tokenizer
 
 SHORT_CHAT = [{"role": "user", "content": "Hello"}]  # which every template can render
 MOST_NAMED = 3  # tokens that an error names
-AttachEngine = Callable[[nn.Module], Engine]
+AttachEngine = Callable[..., Engine]  # of a model; `longest`: of its sequences, None: not known
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class TeacherLoader:
             nn.Module.to(model, self.device)
         reference = SeparateModel(policy, model, self.device if offload else None)
         vocabulary = unwrap_peft(policy).config.get_text_config().vocab_size
-        return LocalTeacher(method, reference, attach_engine(model), vocabulary, offload, aligner)
+        # Texts have other numbers of tokens for it than for the student.
+        engine = attach_engine(model) if aligner is None else attach_engine(model, longest=None)
+        return LocalTeacher(method, reference, engine, vocabulary, offload, aligner)
 
     def _loaded(self, place: str, key: str) -> tuple[nn.Module, Aligner | None]:
         """Load the model of a folder or the hub, or an adapter with its base; and what aligns its tokens."""
