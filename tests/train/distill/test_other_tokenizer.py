@@ -24,7 +24,7 @@ from upweight.types import Sample, Unit
 OTHER = ["they say that a fox and the dogs answered: maths is 2 + 3, so say it again and again, user"] * 4
 RATE = 0.05
 STUDENT, TEACHER = byte_tokenizer("chatml"), byte_tokenizer("llama3", corpus=OTHER)
-PADDING = 7  # rows of the teacher's head that are no tokens
+SIZE = len(TEACHER) + 7  # rows of the teacher's head, of which some are no tokens
 
 
 def student_model():
@@ -33,7 +33,7 @@ def student_model():
     return model
 
 
-def teacher_model(size=len(TEACHER) + PADDING):
+def teacher_model(size=SIZE):
     model = tiny("qwen3", num_hidden_layers=1, hidden_size=16, vocab_size=size)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def aligner_of(student=STUDENT, teacher=TEACHER):
     return Aligner(TokenBytes(student, "student"), TokenBytes(teacher, "teacher"))
 
 
-def taught_by(method, aligner, size=len(TEACHER) + PADDING):
+def taught_by(method, aligner, size=SIZE):
     def load(policy, engine, attach_engine):
         model = teacher_model(size)
         reference = SeparateModel(policy, model)
