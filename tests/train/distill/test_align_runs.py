@@ -108,14 +108,14 @@ def test_several_teachers_have_tokenizers_of_their_own(models):
     (models / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     places = {name: str(models / folder) for name, folder in zip("abc", ("bytes", "spaced", "same"), strict=True)}
     train(config(models, "bytes", {"teacher": None, "teachers": places, "on_policy": 0, "ce_coef": 0.1}))
-    assert 0.2 < logged(models / "out")[0]["distill/aligned_share"] < 1
+    assert 0.2 < logged(models / "out")[0]["distill/aligned_share"] <= 1
 
 
 def advantages_of(models, **trl):
     """The trainer of a run whose advantages a teacher with another tokenizer gives, after its first rollout."""
     file = write_online(models, models / "student")
     content = yaml.safe_load(file.read_text())
-    content["trl"] = {"max_completion_length": 6, "teacher_kl_coef": 0.5, "temperature": 1.0, **trl}
+    content["trl"] = {"max_completion_length": 12, "teacher_kl_coef": 0.5, "temperature": 1.0, **trl}
     content["distill"] = {"teacher": str(models / "bytes"), "align": "text"}
     file.write_text(yaml.safe_dump(content))
     trainer = build(load_config(file))
@@ -143,7 +143,7 @@ def test_the_advantage_of_a_span_is_the_teachers_log_prob_over_the_samplers(mode
         for (start, end), (first, after), same in zip(spans.own_2M.T, spans.teacher_2M.T, spans.same_M, strict=True):
             if same and sample.loss_mask[start]:
                 right[start:end] = 0.5 * (theirs[first:after].sum() - ours[start:end].sum())
-                spans_seen += end - start > 1
+                spans_seen += end - start > 1 or after - first > 1
                 total += right[start] / 0.5
         tokens += int(sample.loss_mask.sum())
         np.testing.assert_allclose(sample.token_advantages, right[sample.loss_mask], atol=3e-4)

@@ -47,7 +47,8 @@ def alignments(config: Config) -> Iterator[str]:
         yield "distill.align: logged log-probs are those of the student's tokens; drop it, or name a model."
     if SELF in places:
         yield "distill.align: a policy that teaches itself has its own tokenizer; drop it."
-    if method.evaluates_loss and method.teacher_top_k is not None:
+    lists = any(is_url(place) or place == LOGGED for place in places)
+    if method.evaluates_loss and method.teacher_top_k is not None and not lists:
         yield "distill.top_k: with 'distill.align' all tokens of both vocabularies are compared; drop one of the two."
     if method.teacher_writes:
         remedy = "train by SFT on texts that the teacher wrote, or drop one of the two"
