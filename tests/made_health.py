@@ -66,6 +66,7 @@ SICK = [
     ("nothing left to tell apart", PAIRS, {"rewards/accuracies": 1.0, "loss": 0.001}),
     ("loss rises", PAIRS, {"loss": 0.9}),
     ("teacher does not fit", DISTILLED, {"distill/agreement": 0.02}),
+    ("teacher is hardly compared", DISTILLED, {"distill/aligned_share": 0.2}),
     ("nothing left to learn from the teacher", DISTILLED, {"distill/forward_kl": 1e-7, "distill/reverse_kl": -1e-7}),
     ("experts collapse", {**PAIRS, "router/max_load": 1.6}, {"router/max_load": 4.0}),
     ("experts collapse", {**HEALTHY, "router/max_load": 1.6}, {"router/max_load": 4.0}),

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from upweight.config import parse_config
@@ -22,14 +22,16 @@ EOS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<eos>", "plain"
 CORPUS = ["The quick brown fox jumps over the lazy dog. user assistant system ### Instruction: answer question"] * 3
 
 
-def byte_tokenizer(family: str = "chatml", template: str | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with some merges; families with a BOS add it to what they encode."""
+def byte_tokenizer(
+    family: str = "chatml", template: str | None = None, corpus: list[str] = CORPUS
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with the merges of a corpus; families with a BOS add it to what they encode."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+        corpus, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|pad|>", *MARKS[family])])
     if family in BOS:
@@ -38,6 +40,24 @@ def byte_tokenizer(family: str = "chatml", template: str | None = None) -> PreTr
         )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=BOS.get(family), eos_token=EOS[family], pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def spaced_tokenizer(merges: list[tuple[str, str]], template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer like SentencePiece's: spaces are letters, a text begins with one, and rare characters are bytes."""
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [*first, "▁", *"abcdefghijklmnopqrstuvwxyz.,:!TA0123456789", *("".join(pair) for pair in merges)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<unk>", "<s>", "</s>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
     )
     tokenizer.chat_template = template
     return tokenizer

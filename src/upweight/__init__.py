@@ -92,7 +92,10 @@ _NOT_HERE = {
         "unwrap_model_for_generation", "BestOfNSampler",
     ),
     "GKDTrainer and DistillationTrainer learn from a better model": (
-        "MiniLLMConfig", "MiniLLMTrainer", "GOLDConfig", "GOLDTrainer", "SDFTConfig", "SDFTTrainer",
+        "MiniLLMConfig", "MiniLLMTrainer", "SDFTConfig", "SDFTTrainer",
+    ),
+    "GKDTrainer and DistillationTrainer learn from a model with another tokenizer with `teacher_align='text'`": (
+        "GOLDConfig", "GOLDTrainer",
     ),
     "set `completion_only_loss` or `assistant_only_loss` of SFTConfig": ("DataCollatorForCompletionOnlyLM",),
     "leave `ref_model` out: the reference is the model as training begins": ("create_reference_model",),

@@ -38,6 +38,15 @@ class ImageRef:
 
 
 @dataclass(frozen=True, eq=False)
+class TeacherText:
+    """The text of a sample in the tokens of a teacher, and which of them begin where a taught token begins."""
+
+    ids: NDArray[np.int64]
+    at: NDArray[np.int64]  # one for each taught token, in order
+    unread: int = 0  # scored tokens in text that the teacher does not read as it is
+
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One token sequence, the mask of its scored tokens, and the values that the method needs."""
 
@@ -58,6 +67,8 @@ class Sample:
     teacher_ids: NDArray[np.int64] | None = None  # [., K]: the tokens that a teacher listed, -1 where there are fewer
     teacher_logps: NDArray[np.float32] | None = None  # [., K]: their log-probs at temperature 1
     token_advantages: NDArray[np.float32] | None = None  # None: each token has the sequence's
+    taught: NDArray[np.bool_] | None = None  # whether it is compared with a teacher's; None: all are
+    teacher_text: TeacherText | None = None  # the same text in the tokens of a teacher with another vocabulary
     images: tuple[ImageRef, ...] = ()  # in the order of their placeholder tokens
     routes: NDArray[np.int16] | None = None  # [tokens, L, A]: the experts that the sampler chose, -1: not known
 
@@ -131,6 +142,7 @@ class Batch:
     longest: int | None = None  # most scored tokens of a sequence, known without asking the device
     teacher_ids_TK: Tensor | None = None  # the tokens that a teacher lists, -1 where there are fewer
     teacher_logps_TK: Tensor | None = None  # their log-probs; minus infinity where there are fewer
+    taught_T: Tensor | None = None  # whether a token is compared with a teacher's; None: all are
     teacher_tail_T: Tensor | None = None  # log of the mass of all other tokens; None: what the listed ones leave
     # For how many sequences a token counts where routers are balanced, 0 for padding; None: they are not.
     weight_BN: Tensor | None = None
@@ -166,6 +178,8 @@ class Outputs:
     teacher_entropy_T: Tensor | None = None
     teacher_logps_T: Tensor | None = None  # of the scored tokens
     agrees_T: Tensor | None = None  # whether both find the same token most likely
+    other_mass_T: Tensor | None = None  # probability of tokens that a teacher's other vocabulary does not have
+    teacher_other_mass_T: Tensor | None = None  # the teacher's of tokens that the policy's does not have
     listed_logps_TK: Tensor | None = None  # the policy's log-probs of `Batch.teacher_ids_TK`
     listed_tail_T: Tensor | None = None  # log of the mass that the policy gives all other tokens
     # Sums over the tokens of a row, by `Batch.weight_BN`, for each router.

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from upweight.engine.outcomes import Matched
 from upweight.types import Divergence
 
 COMPARED = ("divergence_T", "forward_kl_T", "reverse_kl_T", "teacher_entropy_T", "teacher_logps_T", "agrees_T")
+OUTSIDE = ("other_mass_T", "teacher_other_mass_T")  # where vocabularies differ
 LISTED = ("listed_logps_TK", "listed_tail_T", "agrees_T")
-ONLY_MEASURED = frozenset(COMPARED[1:])  # statistics without a gradient
+ONLY_MEASURED = frozenset({*COMPARED[1:], *OUTSIDE})  # statistics without a gradient
 OF_TEACHER = frozenset({"divergence_T", "listed_logps_TK", "listed_tail_T"})  # statistics with one
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -37,15 +39,30 @@ class TeacherStates:
     project: Callable[[Tensor], Tensor]
     transform: LogitTransform
     vocabulary: int  # rows of its projection
+    matched: Matched | None = None  # None: both vocabularies are the same
+
+    @property
+    def chunk_width(self) -> int:
+        """How many numbers a chunk holds for each scored token."""
+        return self.vocabulary + (0 if self.matched is None else 2 * len(self.matched.teacher.shared_K))
+
+    @property
+    def logit_transform(self) -> LogitTransform:
+        """What is still to be done to `values`."""
+        return self.transform if self.matched is None else LogitTransform()
 
     def rows(self, index: Tensor | slice) -> "TeacherStates":
         """Return the states of some of the scored tokens."""
         return replace(self, hidden_TE=self.hidden_TE[index])
 
+    @torch.no_grad()
     def values(self, columns: int) -> Tensor:
-        """Return the projections to the first `columns` tokens of the vocabulary, without a gradient."""
-        with torch.no_grad():
-            return self.project(self.hidden_TE)[:, :columns]
+        """Return the projections to the first `columns` tokens of a vocabulary of both, or the logits of outcomes."""
+        projected = self.project(self.hidden_TE)
+        if self.matched is None:
+            return projected[:, :columns]
+        logits_TV = self.transform(projected[:, : self.vocabulary].float())
+        return self.matched.teacher.logits(logits_TV, self.matched.temperature)
 
 
 @dataclass(frozen=True, eq=False)

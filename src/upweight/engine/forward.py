@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
 from upweight.engine.context_parallel import ContextGroup, ShardedTree, require_shareable
-from upweight.engine.divergences import COMPARED, LISTED, Teacher, TeacherStates
+from upweight.engine.divergences import COMPARED, LISTED, OUTSIDE, Teacher, TeacherStates
 from upweight.engine.head import run_head
 from upweight.engine.image_rows import image_rows, reading_blank_image
 from upweight.engine.layout import choose_layout
@@ -251,8 +251,10 @@ def _router_outputs(output: Any, packed: dict[str, Any]) -> dict[str, Tensor]:
 def _head_request(packed: dict[str, Any], transform: LogitTransform) -> HeadRequest:
     """Return what the head computes at the scored tokens of a packed batch."""
     teacher: Teacher | None = packed["teacher"]
-    teacher_transform = teacher.transform if isinstance(teacher, TeacherStates) else None
+    teacher_transform = teacher.logit_transform if isinstance(teacher, TeacherStates) else None
     statistics, how = frozenset(packed["statistics"]), packed["divergence"]
+    if isinstance(teacher, TeacherStates) and teacher.matched is not None and statistics.intersection(COMPARED):
+        statistics |= frozenset(OUTSIDE)
     return HeadRequest(transform, packed["temperature"], statistics, how, teacher_transform, packed["head_chunk"])
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from upweight.engine.divergences import ONLY_MEASURED, Teacher, TeacherStates
 from upweight.engine.logits import HeadRequest, token_gradient, token_statistics
+from upweight.engine.outcomes import Outcomes
 from upweight.models.memory import free_memory
 
 # Elements of a chunk, rows times vocabulary: large enough to read the weight seldom, small beside other memory.
@@ -38,7 +39,9 @@ def run_head(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     teacher: Teacher | None = kwargs.get("teacher")
     width: int = kwargs["vocabulary"]
     # Rows that pad only one of two vocabularies are no tokens: both are compared on those that they share.
-    shared = min(width, teacher.vocabulary) if isinstance(teacher, TeacherStates) else width
+    shared = width
+    if isinstance(teacher, TeacherStates) and teacher.matched is None:
+        shared = min(width, teacher.vocabulary)
     if isinstance(self, nn.Linear) and type(self).forward is nn.Linear.forward:
         weight, bias = self.weight, self.bias
         if shared < width:
@@ -78,10 +81,10 @@ def module_statistics(
 
     def chunk_statistics(hidden: Tensor, target: Tensor, start: int) -> tuple[Tensor, ...]:
         given = None if teacher is None else teacher.rows(slice(start, start + len(hidden))).values(vocabulary)
-        statistics = token_statistics(project(hidden), target, request, given)
+        statistics = token_statistics(project(hidden), target, request, given, _outcomes(teacher))
         return tuple(statistics[name] for name in request.names)
 
-    chunks = _chunks(request, vocabulary * (1 if teacher is None else 2), hidden_TD, target_T)
+    chunks = _chunks(request, _chunk_width(vocabulary, teacher), hidden_TD, target_T)
     starts = range(0, len(hidden_TD), max(1, len(chunks[0][0])))
     parts = [
         checkpoint(chunk_statistics, hidden, target, start, use_reentrant=False)
@@ -129,19 +132,20 @@ class _LinearStatistics(torch.autograd.Function):
         parts: dict[str, list[Tensor]] = {}
         keeps = any(needed) and not summed and request.chunk_tokens is None
         budget = _kept_elements(hidden_TD) if keeps else 0
-        ctx.projected, ctx.teacher, ctx.width = [], teacher, len(weight_VD) * (1 if teacher is None else 2)
+        ctx.projected, ctx.teacher, ctx.width = [], teacher, _chunk_width(len(weight_VD), teacher)
+        outcomes = _outcomes(teacher)
         start = 0
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target in zip(*_chunks(request, ctx.width, hidden_TD, target_T), strict=True):
                 projected, padded = project(_pad_rows(hidden)), _pad_rows(target)
                 given = _given(teacher, start, len(hidden), len(weight_VD))
-                statistics = kernel(projected, padded, request, given)
+                statistics = kernel(projected, padded, request, given, outcomes)
                 for name, value in statistics.items():
                     parts.setdefault(name, []).append(value[: len(hidden)])
                 if ctx.gradients is not None:
                     to_sum = {"divergence_T": torch.ones_like(statistics["divergence_T"])}
-                    ctx.gradients.add(hidden, (projected, padded, given), request, statistics, to_sum)
-                budget -= projected.numel() * (1 if teacher is None else 2)
+                    ctx.gradients.add(hidden, (projected, padded, given, outcomes), request, statistics, to_sum)
+                budget -= projected.numel() + (0 if given is None else given.numel())
                 if budget >= 0:
                     ctx.projected.append((projected, given))
                 start += len(hidden)
@@ -177,7 +181,8 @@ class _LinearStatistics(torch.autograd.Function):
                 else:
                     projected = project(_pad_rows(hidden))
                     given = _given(ctx.teacher, start, len(hidden), len(weight_VD))
-                gradients.add(hidden, (projected, _pad_rows(target), given), ctx.request, statistics, grads)
+                inputs = projected, _pad_rows(target), given, _outcomes(ctx.teacher)
+                gradients.add(hidden, inputs, ctx.request, statistics, grads)
                 start += len(hidden)
         return *gradients.scaled(None), None
 
@@ -199,16 +204,18 @@ class _HeadGradients:
     def add(
         self,
         hidden: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor | None],  # projections, targets and what the teacher gives, padded
+        # projections, targets and what the teacher gives, padded; and what tokens are compared as
+        inputs: tuple[Tensor, Tensor, Tensor | None, Outcomes | None],
         request: HeadRequest,
         statistics: dict[str, Tensor],
         grads: dict[str, Tensor],
     ) -> None:
         """Add the next chunk's part, from its statistics and the gradients of each of them."""
-        projected, target, given = inputs
+        projected, target, given, outcomes = inputs
         kept = {name: statistics[name] for name in _KEPT_STATISTICS if name in statistics}
         rows = slice(self._start, self._start + len(hidden))
-        grad_TV = self._kernel(projected, target, request, kept, grads, teacher=given)[: len(hidden)]
+        grad_TV = self._kernel(projected, target, request, kept, grads, teacher=given, outcomes=outcomes)
+        grad_TV = grad_TV[: len(hidden)]
         if self.hidden_TD is not None:
             torch.mm(grad_TV, self._weight, out=self.hidden_TD[rows])
         if self.weight_VD is not None:
@@ -228,6 +235,19 @@ class _HeadGradients:
 def _given(teacher: Teacher | None, start: int, rows: int, columns: int) -> Tensor | None:
     """Return what a teacher gives for a chunk of scored tokens."""
     return None if teacher is None else _pad_rows(teacher.rows(slice(start, start + rows)).values(columns))
+
+
+def _outcomes(teacher: Teacher | None) -> Outcomes | None:
+    """Return what the student's tokens are compared as, where a teacher has another vocabulary."""
+    matched = teacher.matched if isinstance(teacher, TeacherStates) else None
+    return None if matched is None else matched.student
+
+
+def _chunk_width(columns: int, teacher: Teacher | None) -> int:
+    """Return how many numbers a chunk holds for each scored token, projections of both models together."""
+    if isinstance(teacher, TeacherStates) and teacher.matched is not None:
+        return columns + teacher.chunk_width
+    return columns * (1 if teacher is None else 2)
 
 
 def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -16,6 +16,7 @@ from upweight.engine.divergences import (
     listed_gradient,
     softmax_parts,
 )
+from upweight.engine.outcomes import Outcomes, compared_columns, outside
 from upweight.models.modules import replaced_forwards
 from upweight.types import Divergence
 
@@ -109,11 +110,16 @@ def _possible_transforms(config: Any) -> list[LogitTransform]:
 
 
 def token_statistics(
-    projected_TV: Tensor, target_T: Tensor, request: HeadRequest, teacher: Tensor | None = None
+    projected_TV: Tensor,
+    target_T: Tensor,
+    request: HeadRequest,
+    teacher: Tensor | None = None,
+    outcomes: Outcomes | None = None,
 ) -> dict[str, Tensor]:
     """Return the log-prob of each target and the requested statistics, in float32 at the temperature.
 
-    `teacher`: its projections of the same tokens, or the ids that it lists.
+    `teacher`: its projections of the same tokens, or the ids that it lists; `outcomes`: where its vocabulary is
+    another, what the tokens of this one are compared as, and `teacher` is its logits of these.
     """
     raw = request.transform(projected_TV.float())
     policy = softmax_parts(raw, request.temperature)
@@ -121,9 +127,16 @@ def token_statistics(
     if teacher is not None and request.teacher_transform is None:
         out = listed(raw, teacher, request.divergence)
     elif teacher is not None and request.teacher_transform is not None:
-        how = request.divergence
-        student = policy if how.temperature == request.temperature else softmax_parts(raw, how.temperature)
-        out = compared(student, request.teacher_transform(teacher.float()), target_T, how)
+        how, theirs, target = request.divergence, request.teacher_transform(teacher.float()), target_T
+        if outcomes is not None:
+            ours = outcomes.logits(raw, how.temperature)
+            masses = outside(ours, theirs, how.temperature)
+            kept, theirs = compared_columns(outcomes, ours, theirs)
+            student, target = softmax_parts(kept, how.temperature), outcomes.target(target_T)
+        else:
+            masses = {}
+            student = policy if how.temperature == request.temperature else softmax_parts(raw, how.temperature)
+        out = compared(student, theirs, target, how) | masses
     logits, shifted_TV, total_T, log_sum_exp_T = policy
     out["logps_T"] = logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T
     out["log_sum_exp_T"] = log_sum_exp_T
@@ -146,6 +159,7 @@ def token_gradient(
     grads: dict[str, Tensor],
     *,
     teacher: Tensor | None = None,
+    outcomes: Outcomes | None = None,
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's statistics and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
@@ -153,8 +167,14 @@ def token_gradient(
     if teacher is not None and request.teacher_transform is None:
         grad_TV = listed_gradient(capped, teacher, request.divergence, known, grads)
     elif teacher is not None and request.teacher_transform is not None and "divergence_T" in grads:
-        compared_with = request.teacher_transform(teacher.float())
-        grad_TV = compared_gradient(capped, compared_with, request.divergence, known, grads["divergence_T"])
+        how, theirs = request.divergence, request.teacher_transform(teacher.float())
+        if outcomes is None:
+            grad_TV = compared_gradient(capped, theirs, how, known, grads["divergence_T"])
+        else:
+            ours = outcomes.logits(capped, how.temperature)
+            kept, theirs = compared_columns(outcomes, ours, theirs)
+            grad_TC = compared_gradient(kept, theirs, how, known, grads["divergence_T"])
+            grad_TV = outcomes.gradient(grad_TC, capped, ours[:, -1], how.temperature)
     if grad_TV is None or not OF_TEACHER.issuperset(grads):
         rest_TV = _gradient_without_teacher(capped, target_T, request, known, grads)
         grad_TV = rest_TV if grad_TV is None else grad_TV + rest_TV

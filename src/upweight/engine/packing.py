@@ -106,6 +106,7 @@ def _assemble_batch(units: Sequence[Unit], samples: Sequence[Sample], predict: b
         ref_logps_T=_concat_kept([s.ref_logps for s in samples], kept, torch.float32),
         version_T=_concat_kept([None if s.lag is None else s.versions for s in samples], kept, torch.float32),
         lag_T=_concat_kept([s.lag for s in samples], kept, torch.float32),
+        taught_T=_concat_kept([s.taught for s in samples], kept, torch.bool),
         longest=max(map(len, scored), default=0),
         teacher_ids_TK=_concat_kept(_as_wide([s.teacher_ids for s in samples], -1), kept, torch.int64),
         teacher_logps_TK=_concat_kept(_as_wide([s.teacher_logps for s in samples], -np.inf), kept, torch.float32),

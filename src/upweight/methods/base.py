@@ -87,6 +87,11 @@ class Method(Section, ABC):
         return None
 
     @property
+    def reads_untaught(self) -> bool:
+        """Whether the loss also reads tokens that are not compared, where a teacher has another tokenizer."""
+        return False
+
+    @property
     def needs_rewards(self) -> bool:
         """Whether an online method learns nothing from completions without rewards."""
         return True

@@ -138,6 +138,10 @@ class Distill(Method):
         return self.top_k
 
     @property
+    def reads_untaught(self) -> bool:
+        return self.ce_coef > 0
+
+    @property
     def kind(self) -> Kind:
         """The divergence, with the ends of jsd resolved to the two KLs."""
         ends: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
@@ -172,7 +176,8 @@ class Distill(Method):
         return torch.zeros(len(group_S))
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        tokens = scalar(len(batch.sequence_T), batch)
+        taught_T = batch.taught_T
+        tokens = scalar(len(batch.sequence_T), batch) if taught_T is None else taught_T.sum().float()
         given = {"ce_tokens": self._given(batch).sum().float()} if self.ce_coef else {}
         return {"tokens": tokens, **given}
 
@@ -183,13 +188,16 @@ class Distill(Method):
         return (batch.label_S == DEMONSTRATION)[batch.sequence_T]
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        value_T, metrics = self._whole(out) if self.top_k is None else self._listed(out, batch)
+        value_T, metrics = self._whole(out, batch) if self.top_k is None else self._listed(out, batch)
         metrics |= {
-            "distill/divergence": Mean.of(value_T),
-            "distill/agreement": Mean.of(required(out.agrees_T)),
+            "distill/divergence": _mean(value_T, batch),
+            "distill/agreement": _mean(required(out.agrees_T), batch),
             "entropy": Mean.of(required(out.entropy_T)),
         }
-        if out.teacher_logps_T is not None and self.temperature == 1:
+        if batch.taught_T is not None:
+            value_T = torch.where(batch.taught_T, value_T, 0.0)
+        same_tokens = out.other_mass_T is None
+        if same_tokens and out.teacher_logps_T is not None and self.temperature == 1:
             gain_T = out.teacher_logps_T - required(out.logps_T)
             metrics["distill/teacher_gain"] = Mean.over(gain_T, self._given(batch))
         weight = self.coef * (self.temperature**2 if self.temperature_squared else 1)
@@ -200,15 +208,19 @@ class Distill(Method):
             metrics["distill/ce_loss"] = Mean.over(-logps_T, given_T)
         return Loss(sums, metrics)
 
-    def _whole(self, out: Outputs) -> tuple[Tensor, dict[str, Metric]]:
+    def _whole(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the divergence of each token over the whole vocabulary, and what is measured beside it."""
         forward_T, entropy_T = required(out.forward_kl_T), required(out.teacher_entropy_T)
-        return required(out.divergence_T), {
-            "distill/forward_kl": Mean.of(forward_T),
-            "distill/reverse_kl": Mean.of(required(out.reverse_kl_T)),
-            "distill/cross_entropy": Mean.of(forward_T + entropy_T),
-            "distill/teacher_entropy": Mean.of(entropy_T),
+        metrics: dict[str, Metric] = {
+            "distill/forward_kl": _mean(forward_T, batch),
+            "distill/reverse_kl": _mean(required(out.reverse_kl_T), batch),
+            "distill/cross_entropy": _mean(forward_T + entropy_T, batch),
+            "distill/teacher_entropy": _mean(entropy_T, batch),
         }
+        if out.other_mass_T is not None:  # the teacher has another vocabulary
+            metrics["distill/tail_mass"] = _mean(out.other_mass_T, batch)
+            metrics["distill/teacher_tail_mass"] = _mean(required(out.teacher_other_mass_T), batch)
+        return required(out.divergence_T), metrics
 
     def _listed(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the divergence of each token over what the teacher lists, and what is measured beside it."""
@@ -225,3 +237,8 @@ class Distill(Method):
             "distill/tail_mass": Mean.of(tail_T.exp()),
             "distill/teacher_tail_mass": Mean.of(log_p[:, -1].exp()),
         }
+
+
+def _mean(values: Tensor, batch: Batch) -> Mean:
+    """Return the mean over the tokens that are compared."""
+    return Mean.of(values) if batch.taught_T is None else Mean.over(values, batch.taught_T)

@@ -21,7 +21,7 @@ from upweight.methods.base import Method, required
 from upweight.models.memory import smaller_rows
 from upweight.models.modules import unwrap_peft
 from upweight.models.reference import Reference
-from upweight.train.distill.teachers import Teachers
+from upweight.train.distill.teachers import Teachers, alignment_metrics
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.experts.balance import RouterBalance
 from upweight.train.experts.replay import replay_metrics
@@ -73,6 +73,7 @@ class StepRunner:
         sources: Sequence[int] | None = None,  # of the units, by number
     ) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
+        units = self._aligned(units)
         counts = self._step_counts(units, known_counts or {})  # known: denominators over a whole rollout
         forwarded = units
         if self.skip_zero_advantage and self.balance is None:  # all tokens count where routers are balanced
@@ -185,6 +186,14 @@ class StepRunner:
             balance.count(self.engine(model, row.batch, head=False, routers=True, replay=self.engine.replay))
         balance.finish_count()
 
+    def _aligned(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Return the units with their texts in the tokens of teachers with another tokenizer."""
+        if self.teachers is None or not self.teachers.align or not self.method.evaluates_loss:
+            return units
+        aligned = self.teachers.aligned(units, keep=self.method.reads_untaught)
+        self.meters.add(alignment_metrics(units, aligned, self.accelerator.device))
+        return aligned
+
     def _taught(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterable[PackedRow]:
         """Return the rows with what their scored tokens are compared with, where the loss compares them."""
         compares = self.teachers is not None and self.method.evaluates_loss
@@ -220,6 +229,7 @@ class StepRunner:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
         """Return the loss sums of a step over all ranks, without gradients, and the counts to divide them by."""
+        units = self._aligned(units)
         rows = self.packer.rows(units, self.token_budget)
         counts = self._step_counts(units, {})
         ref_logps, prepared = self._prepare(model, rows)

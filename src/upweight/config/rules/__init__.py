@@ -12,7 +12,7 @@ NOT_VALIDATED = ("GPUs", "installed packages", "folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
     keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
-    distill.teachers, distill.comparisons, data.sources,
+    distill.teachers, distill.comparisons, distill.alignments, data.sources,
     feeds.streams, feeds.weights, feeds.feeds,
     training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,
     training.best_checkpoint, training.held_out_answers, training.shards, training.fsdp, training.deepspeed,

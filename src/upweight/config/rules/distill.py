@@ -35,6 +35,26 @@ def teachers(config: Config) -> Iterator[str]:
         yield "distill.seq_kd: only a single teacher in this process writes completions; drop it, or name such a one."
 
 
+def alignments(config: Config) -> Iterator[str]:
+    """Check that a teacher with another tokenizer is a model in this process that is asked for whole distributions."""
+    method, section = config.method, config.teacher
+    if section.align is None or not method.needs_teacher:
+        return
+    places = section.places.values()
+    if any(map(is_url, places)):
+        yield "distill.align: a server lists a few of its own tokens, not the shared ones; name a model or a folder."
+    if LOGGED in places:
+        yield "distill.align: logged log-probs are those of the student's tokens; drop it, or name a model."
+    if SELF in places:
+        yield "distill.align: a policy that teaches itself has its own tokenizer; drop it."
+    lists = any(is_url(place) or place == LOGGED for place in places)
+    if method.evaluates_loss and method.teacher_top_k is not None and not lists:
+        yield "distill.top_k: with 'distill.align' all tokens of both vocabularies are compared; drop one of the two."
+    if method.teacher_writes:
+        remedy = "train by SFT on texts that the teacher wrote, or drop one of the two"
+        yield f"distill.seq_kd: with 'distill.align' the teacher would write in tokens of its own; {remedy}."
+
+
 def _learns_nothing(config: Config) -> bool:
     """Return whether the student starts as its only teacher, which sees the same and is loaded alike."""
     section, given = config.teacher, config.set_keys

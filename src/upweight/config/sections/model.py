@@ -108,7 +108,11 @@ class TeacherSection(Section):
     )
     load_in_4bit: bool = setting("distill.teacher_load_in_4bit", False, "Quantise the teacher to 4 bits.")
     load_in_8bit: bool = setting("distill.teacher_load_in_8bit", False, "Quantise the teacher to 8 bits.")
-
+    align: Literal["text"] | None = setting(
+        "distill.align",
+        None,
+        "text: a teacher may have another tokenizer; both are compared where tokens of both begin in the text.",
+    )
     server_timeout: float = setting("distill.server_timeout", 240, "Seconds to wait for a teacher's server.", gt=0)
 
     @property

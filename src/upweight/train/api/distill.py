@@ -33,6 +33,7 @@ class TeacherArguments(RolloutArguments):
     teacher_model_name_or_path: str | None = field_for(TeacherSection, "teacher")
     teacher_model_revision: str | None = field_for(TeacherSection, "revision")
     teacher_model_init_kwargs: dict[str, Any] | None = field_for(TeacherSection, "load_options", default=None)  # noqa: RUF009
+    teacher_align: str | None = field_for(TeacherSection, "align")
     divergence: str = field_for(Distill, "divergence", default="jsd")
     loss_top_k: int | None = field_for(Distill, "top_k")
     loss_tail: str = field_for(Distill, "tail")

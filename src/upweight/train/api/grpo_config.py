@@ -123,6 +123,7 @@ class GRPOConfig(RolloutArguments):
     multi_objective_aggregation: str = field_for(GRPO, "aggregation")
     teacher_kl_coef: float = field_for(GRPO, "teacher_kl_coef")
     teacher_model_name_or_path: str | None = field_for(TeacherSection, "teacher")
+    teacher_align: str | None = field_for(TeacherSection, "align")
     reward_to_go: bool = field_for(GRPO, "reward_to_go")
     gamma: float = field_for(GRPO, "gamma")
     use_bias_correction_kl: bool = field_for(GRPO, "use_bias_correction_kl")

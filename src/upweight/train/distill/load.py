@@ -30,13 +30,15 @@ from upweight.models.reference import (
     reference_kind,
 )
 from upweight.models.tokenizer import load_tokenizer
+from upweight.train.distill.align import Aligner
 from upweight.train.distill.server import connect
 from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teacher, Teachers
+from upweight.train.distill.token_bytes import TokenBytes
 from upweight.train.objects import Objects, Tokenizer
 
 SHORT_CHAT = [{"role": "user", "content": "Hello"}]  # which every template can render
 MOST_NAMED = 3  # tokens that an error names
-AttachEngine = Callable[[nn.Module], Engine]
+AttachEngine = Callable[..., Engine]  # of a model; `longest`: of its sequences, None: not known
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class TeacherLoader:
     def __call__(self, policy: nn.Module, engine: Engine, attach_engine: AttachEngine) -> Teachers:
         given, places = self.objects.teacher_model, self.config.teacher.places
         if given is not None and not isinstance(given, str):
-            _check_given(given, self.tokenizer)
-            return Teachers({None: self._placed(given, policy, attach_engine)})
+            aligner = self._aligner_of_given(given)
+            return Teachers({None: self._placed(given, aligner, policy, attach_engine)})
         places = places if given is None else {None: given}
         if not places:
             raise UserError("distill.teacher: missing. Name the model to learn from: a folder or a hub id.")
@@ -68,7 +70,7 @@ class TeacherLoader:
             elif place == LOGGED:
                 by_name[name] = LoggedTeacher(self.config.method)
             else:
-                by_name[name] = self._placed(self._loaded(place, key), policy, attach_engine)
+                by_name[name] = self._placed(*self._loaded(place, key), policy, attach_engine)
         return Teachers(by_name)
 
     def _self_teacher(self, policy: nn.Module, engine: Engine) -> LocalTeacher:
@@ -87,7 +89,9 @@ class TeacherLoader:
         assert reference is not None
         return LocalTeacher(method, reference, engine, base.config.get_text_config().vocab_size, offload)
 
-    def _placed(self, model: nn.Module, policy: nn.Module, attach_engine: AttachEngine) -> LocalTeacher:
+    def _placed(
+        self, model: nn.Module, aligner: Aligner | None, policy: nn.Module, attach_engine: AttachEngine
+    ) -> LocalTeacher:
         """Place a teacher's model, and give it an engine."""
         offload, method = self.config.optim.reference_offloading, self.config.method
         if self.sharding == "fsdp":
@@ -96,10 +100,12 @@ class TeacherLoader:
             nn.Module.to(model, self.device)
         reference = SeparateModel(policy, model, self.device if offload else None)
         vocabulary = unwrap_peft(policy).config.get_text_config().vocab_size
-        return LocalTeacher(method, reference, attach_engine(model), vocabulary, offload)
+        # Texts have other numbers of tokens for it than for the student.
+        engine = attach_engine(model) if aligner is None else attach_engine(model, longest=None)
+        return LocalTeacher(method, reference, engine, vocabulary, offload, aligner)
 
-    def _loaded(self, place: str, key: str) -> nn.Module:
-        """Load the model of a folder or the hub, or an adapter with its base, if its vocabulary is the student's."""
+    def _loaded(self, place: str, key: str) -> tuple[nn.Module, Aligner | None]:
+        """Load the model of a folder or the hub, or an adapter with its base; and what aligns its tokens."""
         student, teacher = self.config.model, self.config.teacher
         section = teacher_source(place, student, teacher.revision, key)
         options = {name: value for name, value in teacher.load_options.items() if name not in ("dtype", "torch_dtype")}
@@ -110,30 +116,47 @@ class TeacherLoader:
         folder = Path(place).expanduser()
         if (folder / "adapter_config.json").is_file():
             adapted = AdapterFolder(section, folder)
-            require_same_vocabulary(self.tokenizer, adapted.tokenizer(), f"{key}: {place}")
-            return adapted.load(dtype)
+            aligner = self._aligner(adapted.tokenizer(), f"{key}: {place}")
+            return adapted.load(dtype), aligner
         tokenizer = load_tokenizer(section)
-        require_same_vocabulary(self.tokenizer, tokenizer, f"{key}: {place}")
+        aligner = self._aligner(tokenizer, f"{key}: {place}")
         warn_of_other_template(self.tokenizer, tokenizer, f"{key}: {place}")
         packed = AdapterSection(load_in_4bit=teacher.load_in_4bit, load_in_8bit=teacher.load_in_8bit)
-        return load_model(section, dtype, adapter=packed)
+        return load_model(section, dtype, adapter=packed), aligner
 
+    def _aligner(self, teacher: Any, where: str) -> Aligner | None:
+        """Return what aligns the tokens of a teacher with the student's; None where both have the same."""
+        if self.config.teacher.align is None or not other_tokens(self.tokenizer, teacher):
+            require_same_vocabulary(self.tokenizer, teacher, where)
+            return None
+        aligner = Aligner(TokenBytes(self.tokenizer, "base_model"), TokenBytes(teacher, where))
+        own, theirs = (len(one.bytes_of) + len(one.marks) for one in (aligner.student, aligner.teacher))
+        logger.info("%s: %d tokens are shared, of %d here and %d there", where, len(aligner.shared[0]), own, theirs)
+        return aligner
 
-def _check_given(model: Any, tokenizer: Tokenizer) -> None:
-    """Compare the vocabulary of a model that a script passes, where its tokenizer is known."""
-    source = model.config.name_or_path
-    if not source:
+    def _aligner_of_given(self, model: Any) -> Aligner | None:
+        """Return what aligns the tokens of a model that a script passes; it is loaded from where the model was."""
+        source = model.config.name_or_path
+        if source:
+            return self._aligner(load_tokenizer(ModelSection(base_model=source)), f"teacher_model: {source}")
+        if self.config.teacher.align is not None:
+            raise UserError("distill.align: teacher_model was not loaded from anywhere, so its tokenizer is not known.")
         warn_once("teacher_model: was not loaded from anywhere: that its tokenizer is the student's is not checked")
-        return
-    require_same_vocabulary(tokenizer, load_tokenizer(ModelSection(base_model=source)), f"teacher_model: {source}")
+        return None
 
 
-def require_same_vocabulary(student: Any, teacher: Any, where: str) -> None:
-    """Raise where a token of the student has another id, or none, in the teacher's vocabulary."""
+def other_tokens(student: Any, teacher: Any) -> dict[str, int]:
+    """Return the tokens of the student that have another id, or none, in the teacher's vocabulary."""
     # Rows of embeddings that only pad a vocabulary are no tokens, so sizes are not compared.
     known, padding = teacher.get_vocab(), student.pad_token
     other = {token: number for token, number in student.get_vocab().items() if known.get(token) != number}
     other.pop(padding, None)  # padding is never scored
+    return other
+
+
+def require_same_vocabulary(student: Any, teacher: Any, where: str) -> None:
+    """Raise where a token of the student has another id, or none, in the teacher's vocabulary."""
+    other, known = other_tokens(student, teacher), teacher.get_vocab()
     if not other:
         return
     shown = ", ".join(
@@ -141,7 +164,8 @@ def require_same_vocabulary(student: Any, teacher: Any, where: str) -> None:
         for token, number in sorted(other.items(), key=lambda item: item[1])[:MOST_NAMED]
     )
     problem = f"has another tokenizer than the student: {len(other)} tokens differ ({shown})"
-    raise UserError(f"{where} {problem}. Name a teacher of the same family, or train by SFT on texts that it wrote.")
+    remedy = "Set 'distill.align: text', name a teacher of the same family, or train by SFT on texts that it wrote"
+    raise UserError(f"{where} {problem}. {remedy}.")
 
 
 def warn_of_other_template(student: Any, teacher: Any, where: str) -> None:

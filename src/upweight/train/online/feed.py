@@ -305,14 +305,14 @@ class RolloutFeed:
                     [now if then is None else then for then, now in zip(*logps, strict=True)]
                     for logps in zip(sampler, computed, strict=True)
                 ]
-            teacher = teachers.logps(model, self.units, runner.logps)
+            drawn = [[np.asarray(logps) for logps in unit] for unit in sampler]
+            of_units = teachers.gaps(model, self.units, drawn, runner.logps)
         gaps: list[NDArray[np.float32]] = []
-        for index, (unit, *logps) in enumerate(zip(self.units, sampler, teacher, strict=True)):
-            each = [theirs - np.asarray(mine) for mine, theirs in zip(*logps, strict=True)]
+        for index, (unit, each) in enumerate(zip(self.units, of_units, strict=True)):
             parts = zip(unit.samples, each, strict=True)
-            advantages = [(_token_advantages(sample) + weight * gap).astype(np.float32) for sample, gap in parts]
+            advantages = [(_token_advantages(sample) + weight * gap.values).astype(np.float32) for sample, gap in parts]
             self.units[index] = _with_logps(unit, "token_advantages", advantages)
-            gaps += each
+            gaps += [gap.shares for gap in each]
         total = np.concatenate([np.zeros(0, np.float32), *gaps])
         if len(total):  # completions that are too long may all be masked
             runner.meters.add(_as_means({"distill/sampled_kl": -float(total.mean())}, runner.accelerator.device))
