@@ -142,10 +142,9 @@ def _map_columns(plan: Plan, winner: Preference | None) -> None:
     ):
         if len(column_of) < len(ROLES[kind]):
             raise UserError(_missing_problem(plan, column_of))
-        plan.entry["type"] = {f"field_{role}": name for role, name in column_of.items()}
+        form: dict[str, Any] = {f"field_{role}": name for role, name in column_of.items()}
+        plan.entry["type"] = {**form, "label_values": label_values} if label_values else form
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}")
-    if label_values:
-        plan.entry["type"] |= {"label_values": label_values}
         plan.notes += feedback.mark_notes(plan.entry["type"])
 
 

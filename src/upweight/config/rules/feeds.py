@@ -79,9 +79,8 @@ def keeps_count(method: Method, row: DatasetSpec) -> bool:
     transformed = isinstance(name, str) and (name not in plain or name in SPLITTING)
     by_method = name is None and type(method).read_row is not None
     left_out = isinstance(name, UserFormat) and name.leaving_out()
-    return not (
-        row.filter or transformed or left_out or by_method or method.data == "labelled"
-    )  # where a pair is two rows
+    split = method.data == "labelled"  # where a pair is two rows
+    return not (row.filter or transformed or left_out or by_method or split)
 
 
 def _is_uncounted(row: DatasetSpec) -> bool:
