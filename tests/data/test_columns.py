@@ -129,11 +129,28 @@ def test_labels_in_words_are_an_error_of_validate_and_of_preparation(run, tmp_pa
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry = {"path": "rows.jsonl", "type": FORM, **entry}
     config = parse_config({"base_model": "some/model", "rl": "kto", "datasets": [entry]}, folder=tmp_path)
-    problem = "datasets[0] (rows.jsonl): row 0, 'thumbs': expected true or false, got 'up'; `upweight new FILE"
+    problem = "datasets[0] (rows.jsonl): row 0, 'thumbs': expected true or false, got 'up'; `type: {label_values"
     assert problem in next(data_problems(config))
-    with pytest.raises(UserError, match=r"row 0 .*'thumbs': expected true or false, got 'up'; `upw") as error:
+    with pytest.raises(UserError, match=r"row 0 .*'thumbs': expected true or false, got 'up'; `type: {label") as error:
         run(rows, rl="kto", datasets=[entry], chat_template="chatml")
     assert "field_label" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("winners", "said"),
+    [
+        ({"B": "answer", "A": "reply"}, "row 0, 'better': expected 'B', 'A', got 'tie'; `winner_values` of the entry"),
+        ({"A": "answr", "tie": None, "B": "reply"}, "'answr' (winner_values.A) of `type`: there is no such column"),
+        ({"A": "answer", "tie": None, "B": "reply"}, None),
+    ],
+)
+def test_winners_are_judged_by_validate(tmp_path, winners, said):
+    row = {"prompt": "Why?", "answer": "So.", "reply": "No.", "better": "tie"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    entry = {"path": "rows.jsonl", "type": {"field_winner": "better", "winner_values": winners}}
+    config = parse_config({"base_model": "some/model", "rl": "dpo", "datasets": [entry]}, folder=tmp_path)
+    problems = list(data_problems(config))
+    assert problems == [] if said is None else said in problems[0]
 
 
 def test_an_empty_cell_is_named_with_the_filter_that_leaves_it_out(run):

@@ -286,6 +286,17 @@ def test_empty_prompts_and_answers_of_sft_are_named(rows, keys, empty, run, capl
         assert (line in caplog.text) == (part in empty)
 
 
+def test_rows_whose_words_say_nothing_are_left_out_and_counted(run, caplog):
+    rows = [{"p": f"Why {n}?", "a": "So.", "b": " ", "w": word} for n, word in enumerate(["tie", "A", "B", "", "A"])]
+    form = {"field_prompt": "p", "field_winner": "w", "winner_values": {"A": "a", "B": "b", "tie": None, "": None}}
+    prepared = run(rows, datasets=[{"path": "rows.jsonl", "type": form}])
+    assert len(prepared.train) == 3
+    assert "2 dropped: left out by the winner_values" in "\n".join(prepared.report.lines())
+    assert "row 1" in caplog.text  # the first one with an empty answer
+    with pytest.raises(UserError, match=r"row 1 .*'w': expected 'A', 'C', got 'B'; `winner_values`"):
+        run(rows[1:], datasets=[{"path": "rows.jsonl", "type": {**form, "winner_values": {"A": "a", "C": "b"}}}])
+
+
 def test_a_bad_row_of_a_table_is_named(run, tmp_path):
     datasets.Dataset.from_list([pair(1), {**pair(2), "chosen": None}]).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"datasets\[0\] \(rows.parquet\), row 1, 'chosen': expected text"):

@@ -1,5 +1,6 @@
 """A model's folder judged by the names of its files."""
 
+import json
 import re
 from pathlib import Path
 
@@ -18,10 +19,16 @@ def problems(base_model, **keys) -> list[str]:
     )
 
 
+def weights_of(size) -> bytes:
+    """A file of safetensors with one tensor of so many bytes."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
 def folder_with(folder, *names) -> Path:
     folder.mkdir(exist_ok=True)
     for name in names:
-        (folder / name).write_text("")
+        (folder / name).write_bytes(weights_of(0) if name == "model.safetensors" else b"")
     return folder
 
 
@@ -67,3 +74,29 @@ def test_a_path_to_nothing_and_one_to_a_file(tmp_path):
 def test_later_stages_begin_with_folders_that_are_not_there_yet(tmp_path):
     stages = [{"name": "a"}, {"name": "b"}]
     assert problems(folder_with(tmp_path / "m", *WHOLE), stages=stages, output_dir=str(tmp_path / "out")) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        (weights_of(400)[:300], r"model\.safetensors in it is cut short: 300 of 4\d\d bytes are there\. Copy or"),
+        (weights_of(400)[:20], r"model\.safetensors in it is damaged or cut short \(20 bytes\)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"pointer of Git LFS.*`git lfs pull`"),
+    ],
+)
+def test_weights_that_are_not_whole_are_named(written, says, tmp_path):
+    folder = folder_with(tmp_path / "m", *WHOLE)
+    (folder / "model.safetensors").write_bytes(written)
+    (problem,) = problems(folder)
+    assert re.search(f"does not hold a whole model: .*{says}", problem)
+
+
+def test_a_part_that_is_missing_is_named(tmp_path):
+    folder = folder_with(tmp_path / "m", "config.json", "tokenizer.json", "model-1.safetensors")
+    (folder / "model-1.safetensors").write_bytes(weights_of(8))
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = problems(folder)
+    assert "model-2.safetensors, which model.safetensors.index.json names, is not in it" in problem
+    (folder / "model-2.safetensors").write_bytes(weights_of(8))
+    assert problems(folder) == []

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import logging
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -350,3 +351,12 @@ def test_a_pickle_or_a_damaged_file_is_refused_and_nothing_of_it_runs(file, tmp_
     with pytest.raises(UserError, match=r"base_model: could not load the .*model'?: "):
         load_model(ModelSection(base_model=str(folder)), torch.float32)
     assert not ran.exists()
+
+
+def test_weights_that_are_cut_short_are_named(tmp_path):
+    folder = write_model(tmp_path / "model")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    said = f"model.safetensors in it is cut short: {len(whole) // 2:,} of {len(whole):,} bytes are there. Copy or download"
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_model(ModelSection(base_model=str(folder)), torch.float32)

@@ -151,3 +151,23 @@ def test_a_reward_that_never_applies_is_told_of_once(caplog, calls):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "reward '<lambda>' returned None for each of" in said[0]
+
+
+def test_nothing_but_none_stops_a_run_by_name(caplog):
+    call, scored = reward_call(*[["a", "b"]] * 4), "returned None for each of 32 completions of 16 prompts"
+    with Scorer(as_rewards(lambda completions: [None] * len(completions))) as scorer:
+        for _ in range(3):
+            scorer.score(call)
+        with pytest.raises(UserError, match=f"^reward '<lambda>' {scored}: .* Return a number, 0.0 where"):
+            scorer.score(call)
+    both = [lambda completions: [None] * 8, lambda completions: [0.0 if at == 5 else None for at in range(8)]]
+    with Scorer(as_rewards(both)) as scorer:  # one applies, if only once and by 0
+        for _ in range(6):
+            scorer.score(call)
+
+
+def test_a_few_prompts_without_a_reward_are_no_reason_to_stop():
+    with Scorer(as_rewards(lambda completions: [None] * len(completions))) as scorer:
+        scorer.score(reward_call(*[["a", "b"]] * 40))
+        for _ in range(2):
+            scorer.score(reward_call(["a", "b"]))

@@ -6,7 +6,7 @@ from typing import Any
 from upweight.config.rules.data import CHAT_KINDS
 from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Example, Format, Setup
-from upweight.data.raw_row import Row, RowError, read_label
+from upweight.data.raw_row import Row, RowError, marked, read_label
 from upweight.log import warn_once
 
 ANSWERS = ("chosen", "rejected", "completion")
@@ -47,7 +47,7 @@ def as_messages(setup: Setup, row: Row) -> Row:
 
 def empty_parts(setup: Setup, row: Row) -> list[str]:
     """Return which of prompt and answer are blank in a row: a cell that was left empty, or a turn without content."""
-    columns, kind = _columns_of(setup), setup.method.formats()
+    columns, kind, row = _columns_of(setup), setup.method.formats(), marked(setup.form, row) or row
     prompts, answers = [row.value(columns["prompt"])], [row.value(columns[role]) for role in ANSWERS_OF.get(kind, ())]
     turns = row.value(setup.entry.field_messages or "messages" if kind == "text" else "")
     if prompts == answers == [None] and isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):

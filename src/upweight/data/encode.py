@@ -9,11 +9,11 @@ from typing import Any
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.view import ConfigView
 from upweight.data.chat_rows import read_as_messages
-from upweight.data.examples import Example, Setup, records_of
+from upweight.data.examples import Example, Format, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
 from upweight.data.formats.markup import FAMILIES, family_of
 from upweight.data.images import Loaded, RowImages, expanded, with_images
-from upweight.data.raw_row import Record, Row, RowError
+from upweight.data.raw_row import Record, Row, RowError, marked
 from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.templates import chat_template
@@ -107,6 +107,12 @@ def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Trans
     return Transform(function, name, cfg, index, setup.tokens.tokenizer)
 
 
+def _read_marked(plain: Format, setup: Setup, row: Row) -> list[Example]:
+    """Read a row by a format once its words are labels or name the better answer; nothing where it is left out."""
+    read = marked(setup.form, row)
+    return [] if read is None else plain(setup, read)
+
+
 class Encoder:
     """Turns the rows of one dataset entry into records."""
 
@@ -115,6 +121,8 @@ class Encoder:
         self.read = format_of(setup.method.formats(), None if transform else setup.entry.type)
         if setup.entry.as_messages:
             self.read = partial(read_as_messages, format_of(setup.method.formats(), None))
+        if setup.form.has_marks:
+            self.read = partial(_read_marked, self.read)
         functions = [function.source_text for function in (transform, row_filter) if function]
         functions += [source_of(setup.teacher_prompt)] if setup.teacher_prompt else []
         self.source_text = "".join([setup.template.source or "", *functions])

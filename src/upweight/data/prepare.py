@@ -287,7 +287,9 @@ class _Builder:
         order = self._ordered()
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
-        limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}
+        limits: dict[str, tuple[str, int | None]] = {}
+        if "prompt_ids" in self.column_names:  # a prompt that is part of one text, as in sft, is not cut alone
+            limits["max_prompt_length"] = "prompt", data.max_prompt_length
         lengths = {"prompt": prompt, "completion": completion}
         if self.config.method.data != "prompts":
             limits["sequence_len"], lengths["sequence"] = ("sequence", data.sequence_len), sequence

@@ -3,8 +3,11 @@
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
+
+from upweight.config.sections.data import UserFormat
 
 MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
@@ -116,8 +119,46 @@ def read_label(row: Row, key: str) -> bool:
     try:
         return row.flag(key)
     except RowError as error:
-        remedy = "`upweight new FILE --method kto` prints the lines that make labels of other words"
+        remedy = "`type: {label_values: {good: true, bad: false}}` in the entry says what words mean"
         raise RowError(key, f"{error.expected}; {remedy}") from error
+
+
+def word_of(value: Any) -> str:
+    """Return the text of a cell that marks a row or an answer."""
+    return "" if value is None else str(value).strip()
+
+
+def marked(form: UserFormat, row: Row) -> Row | None:
+    """Return a row with true or false for its label, and its two answers as chosen and rejected; None: left out."""
+    read = copy(row)
+    if form.label_values:
+        label = _meaning(row, form.field_label, form.label_values, "label_values")
+        if label is None:
+            return None
+        read[form.field_label] = label
+    if form.field_winner is not None:
+        better = _meaning(row, form.field_winner, form.winner_values, "winner_values")
+        if better is None:
+            return None
+        (worse,) = {column for column in form.winner_values.values() if column not in (None, better)}
+        for role, column in ((form.field_chosen, better), (form.field_rejected, worse)):
+            if row.value(column) in (None, ""):
+                raise RowError(str(column), f"an answer, got {describe_value(row.value(column))}")
+            read[role] = row.value(column)
+        if form.field_completion not in (form.field_chosen, form.field_rejected):
+            read.pop(form.field_completion, None)  # one of two answers; KTO would read it alone
+    return read
+
+
+def _meaning(row: Row, column: str, meanings: Mapping[str, Any], key: str) -> Any:
+    """Return what the word in a column stands for."""
+    word = word_of(row.value(column))
+    if word not in meanings:
+        known = ", ".join(map(repr, meanings))
+        shown = repr(word) if 0 < len(word) <= MAX_SHOWN else describe_value(word)
+        remedy = f"`{key}` of the entry's `type` says what a word stands for; null leaves its rows out"
+        raise RowError(column, f"{known}, got {shown}; {remedy}")
+    return meanings[word]
 
 
 def describe_value(value: Any) -> str:

@@ -169,6 +169,7 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     if isinstance(job.rows, RawChunk) and any("images" in one.columns for records in encoded for one in records):
         raise UserError(f"{job.where}: rows have images, which are not read from streams yet. Set `streaming: false`.")
     users = [name for name in ("filter", "transform") if getattr(job.encoder, name)]
+    users += job.encoder.setup.form.leaving_out()
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
     empty: dict[str, int] = {}
@@ -343,11 +344,14 @@ def _read_row(job: EncodeJob) -> TrackedRow | None:
     encoder = job.encoder
     if encoder.transform is not None or not len(job.rows):
         return None
-    row = TrackedRow(job.rows.take(0, 1)[0])
-    try:
-        encoder.read(encoder.setup, row)
-    except RowError:
-        return None  # preparing the row raises the error with its place
+    for number in range(min(SAMPLED, len(job.rows))):
+        row = TrackedRow(job.rows.take(number, number + 1)[0])
+        try:
+            if encoder.read(encoder.setup, row):  # not left out by its label or winner
+                return row
+        except RowError:
+            return None  # preparing the row raises the error with its place
+    return None
     return row
 
 

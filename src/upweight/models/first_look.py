@@ -1,5 +1,6 @@
 """What can be said of a config's model without loading it: a folder that is not there, or that holds no model."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ WEIGHTS = (".safetensors", ".bin")
 NO_WEIGHTS = ("adapter_model", "training_args", "optimizer", "scheduler")  # beginnings of names
 TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken", "merges")
 TOKENIZER_REMEDY = "Copy the tokenizer's files into it, or name another folder or hub id with `tokenizer_config`"
+LFS_POINTER = b"version https://git-lfs"
 MOST_KINDS = 6  # of files, in a message
 
 
@@ -38,6 +40,46 @@ def lacks_tokenizer(source: str) -> bool:
     return folder.is_dir() and not any(file.name.startswith(TOKENIZER) for file in folder.iterdir())
 
 
+def broken_weights(folder: Path) -> str | None:
+    """Return which file of weights in a folder is missing or cut short, by the headers alone, and the remedy."""
+    index = folder / "model.safetensors.index.json"
+    names = [name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).is_file()]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return f"{index.name} in it cannot be read. Copy or download it again"
+    again = "Copy or download it again"
+    for one in names:
+        file = folder / one
+        if not file.is_file():
+            return f"{one}, which {index.name} names, is not in it. Copy or download the folder again"
+        there, whole = file.stat().st_size, _whole_size(file)
+        if whole is None:
+            with file.open("rb") as opened:
+                is_pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+            if is_pointer:
+                return f"{one} in it is a pointer of Git LFS, without the weights. `git lfs pull` fetches them"
+            return f"{one} in it is damaged or cut short ({there:,} bytes). {again}"
+        if there < whole:
+            return f"{one} in it is cut short: {there:,} of {whole:,} bytes are there. {again}"
+    return None
+
+
+def _whole_size(file: Path) -> int | None:
+    """Return how many bytes a file of safetensors has by its header; None where the header cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > file.stat().st_size:
+                return None
+            header = json.loads(opened.read(size))
+            ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return 8 + size + max(ends, default=0)
+
+
 def _unusable(folder: Path, section: ModelSection) -> str | None:
     """Return why no model can be loaded from a folder, and the remedy."""
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
@@ -54,7 +96,8 @@ def _unusable(folder: Path, section: ModelSection) -> str | None:
     needs["tokenizer"] = section.tokenizer is not None or any(name.startswith(TOKENIZER) for name in names)
     missing = [what for what, there in needs.items() if not there]
     if not missing:
-        return None
+        broken = broken_weights(folder)
+        return None if broken is None else f"does not hold a whole model: {broken}."
     if packed:
         return f"holds a GGUF file, which is named itself: `base_model: {folder / packed[0]}`."
     kinds = list(dict.fromkeys(Path(name).suffix or name for name in names))

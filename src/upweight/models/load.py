@@ -25,6 +25,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
+from upweight.models.first_look import broken_weights
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.patches import keep_soft_cap
 from upweight.models.score_heads import add_score_class
@@ -94,7 +95,7 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
         elif "Unrecognized configuration class" in text:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(source).is_dir():
-            remedy = f"the folder does not hold a whole one: {first}"
+            remedy = f"the folder does not hold a whole one: {broken_weights(Path(source)) or first}"
             if files := sorted(Path(source).glob("*.gguf")):
                 remedy = f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
         elif is_offline():

@@ -28,6 +28,8 @@ from upweight.types import Credit
 MAX_REWARD = 1e18  # whose square is a float32
 NOT_FINITE = "it returned NaN, infinity or more than 1e18; return None where a reward does not apply"
 WARN_AFTER = 256  # completions without a value after which a warning is logged
+# Rollouts and prompts without any reward after which a run stops: it would train on nothing to its end.
+MOST_SILENT = (4, 16)
 NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it has no effect"
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
 Parts = list[tuple[int, "Future[Attempts]"]]  # of a reward's call: where each begins, and its outcomes
@@ -63,6 +65,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.num_workers, self.timeout = workers, timeout
         self._stats = {name: _RewardStats() for name in self.names}
         self._stats_lock = threading.Lock()
+        self._silent: tuple[int, int, int] | None = (0, 0, 0)  # rollouts, prompts, completions; None: a reward applied
         self._state_methods = {r.name: methods for r in self.rewards if (methods := _state_methods(r.function))}
         self._local = InProcessRunner()
         self._loop = EventLoop("rewards")  # lives as long as the rewards, so that HTTP clients they hold stay usable
@@ -178,8 +181,29 @@ class Scorer(AbstractContextManager["Scorer"]):
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
             self._note_failures(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
+        self._refuse_silence(call, bool((~scores.rewards_SR.isnan()).any()))
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
+
+    def _refuse_silence(self, call: RewardCall, applied: bool) -> None:
+        """Count what got no reward, and raise a UserError where that is all that was scored so far."""
+        with self._stats_lock:
+            if self._silent is None or applied:
+                self._silent = None
+                return
+            rollouts, prompts, completions = self._silent
+            self._silent = rollouts + 1, prompts + len(call.groups()), completions + len(call)
+            rollouts, prompts, completions = self._silent
+        if rollouts >= MOST_SILENT[0] and prompts >= MOST_SILENT[1]:
+            names = ", ".join(f"'{name}'" for name in self.names)
+            subject = f"reward {names} returned" if len(self.names) == 1 else f"rewards {names} all returned"
+            what = f"{subject} None for each of {completions} completions of {prompts} prompts"
+            remedy = (
+                "Return a number, 0.0 where a completion earns nothing: None is for rows that a reward does not judge, "
+                "and `filter` in the dataset's entry leaves such rows out. `upweight rewards CONFIG` tries rewards "
+                "without training"
+            )
+            raise UserError(f"{what}: there is nothing to learn from. {remedy}.")
 
     def _store_scores(
         self, scores: RewardResult, call: RewardCall, number: int, start: int, answer: RewardValues

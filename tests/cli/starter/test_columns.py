@@ -6,8 +6,8 @@ import runpy
 import shlex
 
 import pytest
-import yaml
 
+from made_entries import read_config, rows_read
 from made_runs import write_model
 from upweight.cli.starter.new import new
 from upweight.errors import UserError
@@ -58,14 +58,14 @@ def go(tmp_path, monkeypatch, model):
 
 
 def made_by(problem, go, folder):
-    """Runs the lines of Python in a message, then `new` on what they write; returns the rows and the config."""
+    """Runs the lines of Python in a message, then `new` on what they write; returns the rows."""
     lines = re.findall(r"^    (.*)$", problem, re.MULTILINE)
     (folder / "recipe.py").write_text("\n".join(lines))
     runpy.run_path(str(folder / "recipe.py"))
     written = re.search(r"Then: upweight new (\S+)", problem)[1]
     assert go(written) is None
     with (folder / written).open(newline="") as opened:
-        return list(csv.DictReader(opened)), yaml.safe_load((folder / "config.yaml").read_text())
+        return list(csv.DictReader(opened))
 
 
 def asked(problem, option):
@@ -76,13 +76,12 @@ def asked(problem, option):
 
 @pytest.mark.parametrize("names", ["ticket_text", "ticket"])
 @pytest.mark.parametrize("marks", [("a", "b"), ("reply_a", "reply_b"), ("A", "reply_b"), ("left", "right")])
-def test_the_winner_names_the_answers_and_the_text_that_is_left_is_the_prompt(go, tmp_path, names, marks):
+def test_the_winner_names_the_answers_and_the_text_that_is_left_is_the_prompt(go, tmp_path, capsys, names, marks):
     text = WINNERS.replace("ticket_text", names).replace(";a\n", f";{marks[0]}\n").replace(";b\n", f";{marks[1]}\n")
-    problem = go("mine.csv", text)
-    assert "'winner' says which of 'reply_a' and 'reply_b' is better" in problem
-    rows, config = made_by(problem, go, tmp_path)
-    assert rows == PAIRS
-    assert config["rl"] == "dpo"
+    assert go("mine.csv", text) is None
+    assert "'winner' says which of 'reply_a' and 'reply_b' is better: dpo" in capsys.readouterr().out
+    assert rows_read(tmp_path) == PAIRS
+    assert read_config(tmp_path)["rl"] == "dpo"
 
 
 @pytest.mark.parametrize(
@@ -92,54 +91,53 @@ def test_the_winner_names_the_answers_and_the_text_that_is_left_is_the_prompt(go
         WINNERS.replace("ticket_id", "reply_c").replace("T-4;", "T-4 is it;"),  # three answers
     ],
 )
-def test_columns_that_are_not_sure_are_asked_for_and_no_python_is_printed(go, tmp_path, text):
+def test_columns_that_are_not_sure_are_asked_for(go, tmp_path, text):
     problem = go("mine.csv", text)
-    assert "import pandas" not in problem
     assert "answer_a=" in asked(problem, "--columns")
-    named = "prompt=ticket_text,answer_a=reply_a,answer_b=reply_b,winner=winner"
-    assert made_by(go("mine.csv", text, columns=named), go, tmp_path)[0] == PAIRS
+    assert go("mine.csv", text, columns="prompt=ticket_text,answer_a=reply_a,answer_b=reply_b,winner=winner") is None
+    assert rows_read(tmp_path) == PAIRS
 
 
 def test_marks_of_a_winner_that_say_nothing_are_asked_for(go, tmp_path):
     text = WINNERS.replace(";a\n", ";gpt\n").replace(";b\n", ";llama\n")
     problem = go("mine.csv", text)
-    assert "import pandas" not in problem
     assert asked(problem, "--values") == "gpt=?,llama=?,tie=?"
     named = asked(problem, "--columns")
-    problem = go("mine.csv", text, columns=named, values="gpt=answer_a,llama=answer_b")
-    assert made_by(problem, go, tmp_path)[0] == PAIRS
+    assert go("mine.csv", text, columns=named, values="gpt=answer_a,llama=answer_b") is None
+    assert rows_read(tmp_path) == PAIRS
 
 
 def test_answers_with_names_in_another_language_become_pairs(go, tmp_path):
     text = COMPARED.replace(";a\n", ";1\n").replace(";b\n", ";2\n")
     named = asked(go("mine.csv", text), "--columns")
     assert named == "prompt=Frage,answer_a=Antwort 1,answer_b=Antwort 2,winner=Besser"
-    assert made_by(go("mine.csv", text, columns=named), go, tmp_path)[0] == PAIRS
+    assert go("mine.csv", text, columns=named) is None
+    assert rows_read(tmp_path) == PAIRS
 
 
 @pytest.mark.parametrize("method", [None, "kto"])
-def test_labels_with_names_in_another_language_become_true_and_false(go, tmp_path, method):
+def test_labels_with_names_in_another_language_become_true_and_false(go, tmp_path, method, caplog):
+    caplog.set_level("INFO")
     named = asked(go("mine.csv", LABELS, method=method), "--columns")
     assert named == "prompt=Frage,completion=Antwort,label=Bewertung"
     problem = go("mine.csv", LABELS, method=method, columns=named)
-    assert "import pandas" not in problem
     assert asked(problem, "--values") == "gut=?,schlecht=?,neutral=?"
-    problem = go("mine.csv", LABELS, method=method, columns=named, values="gut=true,schlecht=false")
-    assert "# left out: 'neutral', no mark" in problem
-    assert "# true for good rows; false for 'schlecht'" in problem
-    rows, config = made_by(problem, go, tmp_path)
-    assert [row["label"] for row in rows] == ["True", "False", "True"]
-    assert rows[0] == {"prompt": "How do I pay?", "completion": "By card.", "label": "True"}
-    assert config["rl"] == "kto"
+    assert go("mine.csv", LABELS, method=method, columns=named, values="gut=true,schlecht=false") is None
+    said = "in 'Bewertung', 'gut' is true, 'schlecht' is false; rows with 'neutral', nothing are left out"
+    assert said in caplog.text
+    rows = rows_read(tmp_path)
+    assert [row["label"] for row in rows] == [True, False, True]
+    assert rows[0] == {"prompt": "How do I pay?", "completion": "By card.", "label": True}
+    assert read_config(tmp_path)["rl"] == "kto"
 
 
 def test_named_columns_are_mapped_in_the_config(go, tmp_path):
     assert go("mine.csv", LABELS, columns="prompt=Frage,completion=Antwort") is None
-    (entry,) = yaml.safe_load((tmp_path / "config.yaml").read_text())["datasets"]
+    (entry,) = read_config(tmp_path)["datasets"]
     assert entry["type"] == {"field_instruction": "Frage", "field_output": "Antwort"}
     assert go("mine.csv", LABELS.replace("gut", "true").replace("schlecht", "false").replace("neutral", "true").replace(
         "this.;\n", "this.;false\n"), columns="prompt=Frage,completion=Antwort,label=Bewertung") is None  # fmt: skip
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "kto"
+    assert read_config(tmp_path)["rl"] == "kto"
 
 
 @pytest.mark.parametrize(
@@ -159,10 +157,6 @@ def test_named_columns_are_mapped_in_the_config(go, tmp_path):
             {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "ok=true"},
             "'Bewertung' holds 'gut'",
         ),
-        (
-            {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "gut=true,schlecht=false"},
-            "No config is written; first write such a file in Python:\n    import pandas",
-        ),
     ],
 )
 def test_what_columns_and_values_cannot_be(go, options, problem):
@@ -176,7 +170,7 @@ def test_ratings_may_have_gaps(go, tmp_path, caplog):
     mine = {}
     exec(line, mine)
     assert [mine["good"]({"Rating": value}) for value in ("5", "1", "", None)] == [True, False, False, False]
-    rows, _ = made_by(go("mine.csv", RATINGS, method="dpo"), go, tmp_path)
+    rows = made_by(go("mine.csv", RATINGS, method="dpo"), go, tmp_path)
     assert rows == [{"prompt": "How so?", "chosen": "Not so.", "rejected": "Like so."}]
 
 

@@ -1,4 +1,4 @@
-"""Files of feedback that no method reads as they stand are refused, with lines of Python that make rows for one."""
+"""Feedback in words is read by what its words stand for, or refused with what to say or write."""
 
 import csv
 import logging
@@ -7,6 +7,7 @@ import runpy
 
 import pytest
 
+from made_entries import rows_read
 from upweight.cli.starter.feedback import is_label
 from upweight.cli.starter.new import new
 from upweight.errors import UserError
@@ -41,38 +42,60 @@ def refused(tmp_path, monkeypatch):
     return go
 
 
-@pytest.mark.parametrize("method", [None, "dpo", "kto"])
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Returns the rows of a file as the config reads them that is written for it."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(text, method=None, **options):
+        (tmp_path / "mine.csv").write_text(text)
+        new(tmp_path / "mine.csv", model=MODEL, method=method, yes=True, **options)
+        return rows_read(tmp_path)
+
+    return go
+
+
+@pytest.mark.parametrize("method", [None, "dpo", "kto", "reward"])
 @pytest.mark.parametrize("marks", [("A", "B"), ("response_a", "Response B"), ("left", "right")])
-def test_a_preference_for_one_of_two_answers_becomes_pairs(refused, method, marks):
+def test_a_preference_for_one_of_two_answers_becomes_pairs(written, method, marks):
     text = PREFERENCES.replace(",A\n", f",{marks[0]}\n").replace(",B\n", f",{marks[1]}\n")
-    problem, rows = refused(text, method)
-    assert "'Preferred' says which of 'Response A' and 'Response B' is better" in problem
-    assert rows == [
-        {"prompt": "Why?", "chosen": "Because, well.", "rejected": "So."},
-        {"prompt": "Who?", "chosen": "Me.", "rejected": "You."},
-    ]
+    rows = written(text, method)
+    better = {"prompt": "Why?", "chosen": "Because, well.", "rejected": "So."}
+    if method == "kto":
+        assert rows[:2] == [
+            {"prompt": "Why?", "completion": "Because, well.", "label": True},
+            {"prompt": "Why?", "completion": "So.", "label": False},
+        ]
+    else:
+        assert rows == [better, {"prompt": "Who?", "chosen": "Me.", "rejected": "You."}]
 
 
-def test_a_preference_that_is_always_the_same(refused):
-    _, rows = refused("prompt;answer 1;answer 2;winner\nWhy?;So.;Well.;2\n")
+def test_a_preference_that_is_always_the_same(written):
+    rows = written("prompt;answer 1;answer 2;winner\nWhy?;So.;Well.;2\n")
     assert rows == [{"prompt": "Why?", "chosen": "Well.", "rejected": "So."}]
 
 
 @pytest.mark.parametrize("method", [None, "kto"])
-def test_labels_in_words_become_true_and_false(refused, method):
-    problem, rows = refused(LABELS, method)
-    assert "'label' holds 'good' and 'bad'; kto learns" in problem
-    assert [row["label"] for row in rows] == ["False", "True", "False"]
+@pytest.mark.parametrize("marks", [("good", "bad"), ("yes", "no"), ("1.0", "0.0")])
+def test_labels_in_words_become_true_and_false(written, method, marks):
+    rows = written(LABELS.replace("good", marks[0]).replace("bad", marks[1]), method)
+    assert [row["label"] for row in rows] == [False, True, False]
 
 
 @pytest.mark.parametrize("method", [None, "kto"])
 @pytest.mark.parametrize("marks", [("up", "", "down"), ("up", "neutral", "down")])
-def test_rows_without_a_mark_are_not_made_bad_ones(refused, method, marks):
+def test_rows_without_a_mark_are_not_made_bad_ones(written, caplog, method, marks):
+    caplog.set_level(logging.INFO)
     text = "id,Customer message,Agent reply,Thumbs\n" + "".join(f"1,Why?,So.,{mark}\n" for mark in marks * 2)
-    problem, rows = refused(text, method)
-    assert f"# left out: {repr(marks[1]) if marks[1] else 'no mark'}" in problem
-    assert "# true for good rows; false for 'down'" in problem
-    assert [row["Thumbs"] for row in rows] == ["True", "False"] * 2
+    assert [row["label"] for row in written(text, method)] == [True, False] * 2
+    assert f"'down' is false; rows with {repr(marks[1]) if marks[1] else 'nothing'} are left out" in caplog.text
+
+
+@pytest.mark.parametrize("label", ["yes", "no"])
+def test_labels_of_one_kind_are_said(written, caplog, label):
+    caplog.set_level(logging.INFO)
+    assert len(written(f"prompt,completion,label\nWhy?,So.,{label}\n")) == 1
+    assert f"all of these rows are {'good' if label == 'yes' else 'bad'} ones, and kto needs both" in caplog.text
 
 
 def test_pairs_are_not_made_with_rows_without_a_mark(refused):
@@ -81,14 +104,13 @@ def test_pairs_are_not_made_with_rows_without_a_mark(refused):
 
 
 @pytest.mark.parametrize("method", [None, "kto"])
-def test_labels_beside_a_prompt_that_is_not_recognised(refused, method):
+def test_labels_beside_a_prompt_that_is_not_recognised(refused, written, method):
     text = "id,words,reply,thumbs\n1,Why so?,So.,up\n2,Who?,Me.,down\n3,What?,No.,down\n"
     problem, _ = refused(text, method)
     assert "--columns prompt=words,completion=reply,label=thumbs`" in problem
     assert "--method sft" not in problem
-    assert "import pandas" not in problem
-    _, rows = refused(text, method, columns="prompt=words,completion=reply,label=thumbs")
-    assert [row["label"] for row in rows] == ["True", "False", "False"]
+    rows = written(text, method, columns="prompt=words,completion=reply,label=thumbs")
+    assert [row["label"] for row in rows] == [True, False, False]
 
 
 def test_the_role_without_a_column_is_named(refused):
@@ -97,7 +119,7 @@ def test_the_role_without_a_column_is_named(refused):
     assert "--columns 'prompt=words,completion=Agent reply,label=thumbs'`" in problem
 
 
-@pytest.mark.parametrize("labels", [("true", ""), ("1", "2"), ("yes", "yes"), ("1.0", "0.0")])
+@pytest.mark.parametrize("labels", [("1", "2"), ("one", "two")])
 def test_rows_with_labels_that_cannot_be_read_are_not_proposed_for_sft(refused, labels):
     problem, _ = refused("prompt,completion,label\n" + "".join(f"Why?,So.,{label}\n" for label in labels))
     assert "`--method sft` trains on all rows, whatever 'label' holds" in problem
@@ -125,12 +147,11 @@ def test_ratings_that_are_no_label_by_name_are_proposed_as_one(refused):
 
 
 @pytest.mark.parametrize("method", [None, "kto"])
-def test_ratings_become_labels_by_what_their_user_says(refused, method):
+def test_ratings_become_labels_by_what_their_user_says(written, method):
     named = "prompt=prompt,completion=response,label=rating"
-    _, rows = refused(RATINGS, method, columns=named, values="2=false,5=true")
-    assert rows == [
-        {"prompt": "Why?", "completion": "So.", "label": "False"},
-        {"prompt": "Why?", "completion": "Because.", "label": "True"},
+    assert written(RATINGS, method, columns=named, values="2=false,5=true") == [
+        {"prompt": "Why?", "completion": "So.", "label": False},
+        {"prompt": "Why?", "completion": "Because.", "label": True},
     ]
 
 
@@ -151,7 +172,7 @@ def test_rows_that_cannot_be_paired(refused):
     ("text", "options", "note"),
     [
         ("prompt,chosen,rejected,score_chosen\nWhy?,So.,No.,5\n", {}, "not read by dpo: score_chosen"),
-        (LABELS, {"method": "sft"}, "all rows are trained on, whatever 'label' holds: 'good', 'bad'"),
+        (LABELS, {"method": "sft"}, "whatever 'label' holds: 'good', 'bad'; `filter: mine.good`"),
         ("question;better;worse\nWhy?;So.;No.\n", {}, "chosen is 'better', rejected is 'worse'"),
         (
             "id;question;preferred_answer;other_answer;rater\n1;Why?;So.;No.;r\n",

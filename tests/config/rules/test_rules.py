@@ -214,6 +214,23 @@ BROKEN = {
     "datasets[0].type: a mapping of columns does not": {
         **WHOLE, "process_reward_model": True, "datasets": [{"path": "d", "type": {"field_prompt": "p"}}],
     },
+    "datasets[0].type.label_values: is for labels of kto": {
+        **DPO, "datasets": [{"path": "d", "type": {"label_values": {"good": True}}}],
+    },
+    "datasets[0].type.field_winner: is for pairs, and": {
+        **WHOLE, "datasets": [{"path": "d", "type": {"field_winner": "w", "winner_values": {"A": "a", "B": "b"}}}],
+    },
+    "datasets[0].type.field_winner: missing": {
+        **DPO, "datasets": [{"path": "d", "type": {"winner_values": {"A": "a", "B": "b"}}}],
+    },
+    "datasets[0].type.winner_values: must name the columns of two answers, and names 'a'": {
+        **DPO, "datasets": [{"path": "d", "type": {"field_winner": "w", "winner_values": {"A": "a", "tie": None}}}],
+    },
+    "datasets[0].type.field_chosen: 'winner_values' says which answer": {
+        **DPO, "datasets": [{"path": "d", "type": {
+            "field_winner": "w", "winner_values": {"A": "a", "B": "b"}, "field_chosen": "a",
+        }}],
+    },
     "datasets[0].type: 'zephyr.nectar' is for rl: dpo, rl: ipo": {
         **WHOLE, "datasets": [{"path": "d", "type": "zephyr.nectar"}],
     },
@@ -451,6 +468,7 @@ def test_a_stream_whose_files_do_not_say_their_length_needs_steps(entry):
         ({}, {"filter": "mine.good"}),
         ({}, {"type": "mine.transform"}),
         ({"rl": "kto"}, {}),
+        ({"rl": "dpo"}, {"type": {"field_winner": "w", "winner_values": {"A": "a", "B": "b", "tie": None}}}),
     ],
 )
 def test_a_stream_whose_rows_become_more_or_fewer_needs_steps(keys, entry):

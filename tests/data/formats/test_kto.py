@@ -94,3 +94,33 @@ def test_a_missing_verdict_is_named():
         encoder({"type": "chatml.intel"}, rl="kto")({"question": "Why?", "completion": "Good."})
     assert caught.value.key == "label"
     assert "'chosen', 'rejected'" in str(caught.value)
+
+
+def test_words_of_labels_stand_for_true_and_false():
+    values = {"good": True, "5": True, "bad": False, "": None, "neutral": None}
+    read = encoder({"type": {"field_label": "verdict", "label_values": values}}, rl="kto")
+    row = {"prompt": "p", "completion": "c"}
+    marks = ("good", " good ", 5, "bad", "", None, "neutral")
+    labels = [[one.text["label"] for one in read({**row, "verdict": mark})] for mark in marks]
+    assert labels == [[True], [True], [True], [False], [], [], []]
+    with pytest.raises(RowError, match="'verdict': expected 'good', '5', 'bad', '', 'neutral', got 'Good'; `label_val"):
+        read({**row, "verdict": "Good"})
+
+
+WINNER = {"field_winner": "better", "winner_values": {"A": "completion", "B": "other", "tie": None}}
+ROW = {"prompt": "p", "completion": "first", "other": "second"}
+
+
+@pytest.mark.parametrize("entry", [{"type": WINNER}, {"type": WINNER, "as_messages": True}])
+def test_the_better_of_two_answers_is_chosen(entry):
+    for word, chosen in (("A", "first"), ("B", "second")):
+        row = {**ROW, "better": word}
+        pair = text_of(entry, row, rl="dpo", chat_template="chatml")
+        assert pair["chosen"].startswith(chosen)
+        assert pair["rejected"].startswith("second" if word == "A" else "first")
+        good, bad = encoder(entry, rl="kto", chat_template="chatml")(row)
+        assert good.text["completion"] == pair["chosen"]
+        assert (bad.text["completion"], bad.text["label"]) == (pair["rejected"], False)
+    assert encoder(entry, rl="dpo", chat_template="chatml")({**ROW, "better": "tie"}) == []
+    with pytest.raises(RowError, match="'other': expected an answer, got nothing"):
+        encoder(entry, rl="dpo", chat_template="chatml")({**ROW, "other": None, "better": "A"})

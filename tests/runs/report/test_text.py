@@ -80,7 +80,6 @@ RENDERED = {
               "<|start_header_id|>user<|end_header_id|>\n\n{q}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     "gemma": "<bos><start_of_turn>user\n{q}<end_of_turn>\n<start_of_turn>model\n",
     "mistral": "<s>[INST] {q} [/INST]",
-    "letters": "s:{s}<eos>u:{q}<eos>a:",
     "plain": "{q}",
 }  # fmt: skip
 
@@ -106,3 +105,11 @@ def test_messages_show_the_users_turn(tmp_path):
     (run / "completions" / "step_00010.jsonl").write_text(as_lines([completion(10, prompt=prompt)]))
     assert QUESTION in " ".join(text_of(run).split())
     assert "helpful" not in text_of(run)
+
+
+@pytest.mark.parametrize("said", ["a: or b: which is it?", "user: who is that?", "model: which one is it?"])
+def test_a_question_that_begins_like_a_role_is_whole(said, tmp_path):
+    run = write_run(tmp_path / "run")
+    for prompt in ([{"role": "user", "content": said}], f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"):
+        (run / "completions" / "step_00010.jsonl").write_text(as_lines([completion(10, prompt=prompt)]))
+        assert said in " ".join(text_of(run).split())

@@ -1,5 +1,6 @@
-"""Feedback that no method reads as it stands: a column that prefers an answer, labels in words, ratings."""
+"""Feedback in words: a column that prefers an answer, labels in words, ratings; and what each word stands for."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,39 +18,50 @@ BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "
 MOST_RATINGS = 10  # different ones, of which a command can name each
 
 
-def refuse_preference(table: Table) -> None:
-    """Raise a UserError where a column says which of two answers is better, with lines that make pairs of them."""
+def preference(table: Table) -> Preference | None:
+    """Return the column that says which of two answers is better, if any; a UserError where its meaning is not sure."""
     one = table.preference()
     if one is None:
-        return
+        return None
     problem = f"{table.file}: {one.winner!r} says which of several answers is better, and one of them alone would"
     if len(one.answers) == 2:
         problem = problem.replace("several answers", f"{one.answers[0]!r} and {one.answers[1]!r}")
     problem += " teach worse answers too."
     known = {"winner": one.winner} | ({"prompt": one.prompt} if one.prompt else {})
+    if len(one.answers) == 2:
+        known |= dict(zip(("answer_a", "answer_b"), one.answers, strict=True))
     if len(one.answers) != 2 or one.prompt is None:
-        known |= dict(zip(("answer_a", "answer_b"), one.answers, strict=True)) if len(one.answers) == 2 else {}
         raise UserError(f"{problem} Name the prompt and the two answers: {table.ask_for('preference', known)}")
-    known |= dict(zip(("answer_a", "answer_b"), one.answers, strict=True))
     if one.better is None:
         raise UserError(f"{problem} {_ask_values(table, one.winner, 'preference', known)}")
     _check_values(table, one.winner)
-    recipe = _recipe(table.file, one.winner, _pairing_lines(one, one.prompt, one.better), "pairs")
-    raise UserError(f"{problem} Make pairs of a better and a worse answer:\n{recipe}")
+    return one
 
 
-def _pairing_lines(one: Preference, prompt: str, better: tuple[list[str], list[str]]) -> list[str]:
-    """Return the lines that make pairs of two answers by what a column says."""
-    first, second = one.answers
-    return [
-        f"winner = rows[{one.winner!r}].str.strip()",
-        f"rows, winner = rows[winner.isin({better[0] + better[1]})], winner[winner.isin({better[0] + better[1]})]",
-        f"first = winner.isin({better[0]})   # where {first!r} is the better one",
-        f"a, b = rows[{first!r}], rows[{second!r}]",
-        f"pairs = pandas.DataFrame({{'prompt': rows[{prompt!r}], 'chosen': a.where(first, b), "
-        "'rejected': b.where(first, a)})",
-        "pairs = pairs[pairs.ne('').all(axis=1)].dropna()   # rows with an empty text are left out",
-    ]
+def winner_mapping(table: Table, one: Preference) -> dict[str, Any]:
+    """Return the `type` that makes pairs of two answers by what a column says."""
+    assert one.better is not None
+    column_of = {word: column for words, column in zip(one.better, one.answers, strict=True) for word in words}
+    for column in {*one.answers} - {*column_of.values()}:  # of which no row so far says that it is better
+        column_of[(re.findall(r"[^\W_]+", column) or [column])[-1]] = column
+    winner_values = column_of | {word: None for word in table.values(one.winner) if word not in column_of}
+    return {"field_prompt": one.prompt, "field_winner": one.winner, "winner_values": winner_values}
+
+
+def mark_notes(form: Mapping[str, Any]) -> list[str]:
+    """Return what the words of a `type` stand for, and which rows are left out."""
+    notes = []
+    for column, key in (("field_label", "label_values"), ("field_winner", "winner_values")):
+        meanings: Mapping[str, Any] = form.get(key, {})
+        known = [f"{word!r} is {str(what).lower() if isinstance(what, bool) else repr(what)}"
+                 for word, what in meanings.items() if what is not None]  # fmt: skip
+        unknown = [repr(word) if word else "nothing" for word, what in meanings.items() if what is None]
+        left_out = f"; rows with {', '.join(unknown)} are left out" if unknown else ""
+        if key == "label_values" and len({*meanings.values()} - {None}) == 1:
+            kind = "good" if True in meanings.values() else "bad"
+            notes.append(f"all of these rows are {kind} ones, and kto needs both; sft trains on good ones alone")
+        notes += [f"{key}: in {form[column]!r}, {', '.join(known)}{left_out}"] if meanings else []
+    return notes
 
 
 def _ask_values(table: Table, name: str, kind: str, known: Mapping[str, str]) -> str:
@@ -122,24 +134,31 @@ def _marked_lines(name: str, values: Sequence[str], good: Sequence[str], bad: Se
     return [f"rows = rows[rows[{name!r}].str.strip().isin({[*good, *bad]})]   # left out: {', '.join(left_out)}"]
 
 
-def label_problem(table: Table, name: str, values: Sequence[str]) -> str:
-    """Return what is amiss with labels in words, with lines that make them true and false."""
+def label_problem(table: Table, name: str, values: Sequence[str]) -> str | None:
+    """Return what has to be said of labels in words before they can be read; None where all is known."""
     held = " and ".join(repr(value) if value else "nothing" for value in values)
     problem = f"{table.file}: {name!r} holds {held}; kto learns from good and bad rows, marked true or false"
-    column_of, marks = table.roles("labelled"), _good_and_bad(table, values)
-    if marks is None:
+    if _good_and_bad(table, values) is None:
         return f"{problem}. {_ask_values(table, name, 'labelled', {})}"
-    if len(column_of) < 3:
+    if len(table.roles("labelled")) < 3:
         return f"{problem}. Name the columns of prompts and answers: {table.ask_for('labelled')}"
     _check_values(table, name)
-    lines = _marked_lines(name, values, *marks)
-    bad = f"; false for {', '.join(map(repr, marks[1]))}" if marks[1] else ""
-    lines += [f"rows[{name!r}] = rows[{name!r}].str.strip().isin({marks[0]})   # true for good rows{bad}"]
-    if table.named:  # whose names `new` does not recognise
-        renamed = {column: role for role, column in column_of.items()}
-        lines += [f"rows = rows[{list(renamed)}].rename(columns={renamed})"]
-    recipe = _recipe(table.file, name, lines, "rows")
-    return f"{problem}. No config is written; first write such a file in Python:\n{recipe}"
+    return None
+
+
+def _label_values(table: Table, values: Sequence[str]) -> dict[str, bool | None]:
+    """Return true for the words of good rows, false for those of bad ones, None for others."""
+    good, bad = _good_and_bad(table, values) or ([], [])
+    return {value: True if value in good else False if value in bad else None for value in values}
+
+
+def label_advice(name: str, values: Sequence[str]) -> str:
+    """Return what sft does with rows that are marked by words, and the filter that keeps good ones."""
+    kept = [value for value in values if value.lower() in GOOD] or [value for value in values if value][:1]
+    lines = f"def good(row): return str(row[{name!r}]).strip() in {kept}"
+    held = ", ".join(map(repr, values))
+    remedy = f"`filter: mine.good` in the entry keeps some of them, with `{lines}` in mine.py"
+    return f"all rows are trained on, whatever {name!r} holds: {held}; {remedy}"
 
 
 def rating_advice(name: str, table: Table) -> str:
@@ -171,20 +190,23 @@ def _ask_ratings(name: str, table: Table) -> str:
     return table.ask_for("labelled", known, f" --values {shlex.quote(given)}").removesuffix("`") + " --method kto`"
 
 
-def refuse_labels(table: Table) -> None:
-    """Raise a UserError where the labels for kto cannot be read as true or false."""
+def label_values(table: Table) -> dict[str, bool | None]:
+    """Return what the labels for kto stand for; nothing where they are true and false, a UserError where unsure."""
     column_of = table.roles("labelled")
     name = column_of.get("label")
     if name is None or "completion" not in column_of or {"chosen", "rejected"} <= set(table.columns):
-        return  # pairs, or columns that are missing
-    if (marked := labels_in_words(table)) is not None:
-        raise UserError(label_problem(table, *marked))
+        return {}  # pairs, or columns that are missing
+    if (words := labels_in_words(table)) is not None:
+        if (problem := label_problem(table, *words)) is not None:
+            raise UserError(problem)
+        return _label_values(table, words[1])
     for number, row in enumerate(table.rows):
         if not is_label(row.get(name)):
             rated = f". It holds ratings; say which are good and which bad: {_ask_ratings(name, table)}"
             advice = rated if is_rating(name, table) else ""
             problem = f"kto needs true or false in {name!r}, and row {number} has {row.get(name)!r}"
             raise UserError(f"{table.file}: {problem}{advice}.")
+    return {}
 
 
 def pairing_advice(table: Table) -> str | None:
@@ -215,7 +237,7 @@ def pairing_advice(table: Table) -> str | None:
         f"pairs = best.assign(chosen=best[{answer!r}], rejected=worst[{answer!r}])[best[{name!r}] != worst[{name!r}]]",
         "pairs = pairs[['chosen', 'rejected']].rename_axis('prompt').reset_index()",
     ]
-    return f"{one_answer}. Pair rows of one prompt by {name!r}:\n{_recipe(table.file, name, lines, 'pairs')}"
+    return f"{one_answer}. Pair rows of one prompt by {name!r}:\n{_recipe(table.file, name, lines)}"
 
 
 def second_answer_advice(table: Table) -> str:
@@ -229,10 +251,10 @@ def second_answer_advice(table: Table) -> str:
     return ""
 
 
-def _recipe(file: Path, column: str, lines: Sequence[str], table: str) -> str:
-    """Return lines of Python that read a file, with the values of a column as text, and write another."""
+def _recipe(file: Path, column: str, lines: Sequence[str]) -> str:
+    """Return lines of Python that read a file, with the values of a column as text, and write another of pairs."""
     plain = file.with_suffix("") if file.suffix == ".gz" else file
-    target = f"{plain.stem}-{'pairs' if table == 'pairs' else 'labelled'}.csv"
+    target = f"{plain.stem}-pairs.csv"
     read = f"rows = pandas.read_json({str(file)!r}, lines={plain.suffix != '.json'})"
     if plain.suffix in (".csv", ".tsv"):
         with file.open(encoding="utf-8-sig", errors="replace") as opened:
@@ -241,5 +263,5 @@ def _recipe(file: Path, column: str, lines: Sequence[str], table: str) -> str:
     elif plain.suffix == ".parquet":
         read = f"rows = pandas.read_parquet({str(file)!r})"
     as_text = [] if "read_csv" in read else [f"rows[{column!r}] = rows[{column!r}].astype(str)"]
-    code = ["import pandas", read, *as_text, *lines, f"{table}.to_csv({target!r}, index=False)"]
+    code = ["import pandas", read, *as_text, *lines, f"pairs.to_csv({target!r}, index=False)"]
     return "\n".join(f"    {line}" for line in code) + f"\nThen: upweight new {target}"

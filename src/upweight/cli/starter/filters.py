@@ -1,11 +1,13 @@
 """Rows of a user's file with an empty cell, and the function beside the config that leaves them out."""
 
 import json
+import re
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.starter.plan import KINDS, READ, Plan
+from upweight.cli.starter.plan import KINDS, READ, Plan, mapped_columns
 
 TEXTS = {
     "pairs": ("prompt", "chosen", "rejected"),
@@ -13,7 +15,6 @@ TEXTS = {
     "text": ("prompt", "completion", "instruction", "output"),
     "prompts": ("prompt",),
 }
-FILE, FUNCTION = "filters.py", "filters.keep"
 KEEP = '''"""Which rows are trained on: change `keep`. See what it leaves out: upweight preprocess {config}"""
 
 
@@ -29,29 +30,32 @@ def is_complete(plan: Plan, row: Mapping[str, Any]) -> bool:
 
 
 def leave_out_empty(plan: Plan, output: Path) -> None:
-    """Name rows with empty cells, and write the filter that leaves them out, unless a file of its name is there."""
+    """Name rows with empty cells, and write the filter that leaves them out, in a file that is not there yet."""
     needed = _needed(plan)
     counts = {name: sum(_is_empty(row.get(name)) for row in plan.rows) for name in needed}
     left_out = sum(not is_complete(plan, row) for row in plan.rows)
     if not left_out or left_out == len(plan.rows):
         return
-    where = ", ".join(f"{count} in {name!r}" for name, count in counts.items() if count)
+    where = ", ".join(f"{number} in {name!r}" for name, number in counts.items() if number)
     problem = f"empty cells: {left_out} of the first {len(plan.rows)} rows have one ({where})"
-    target = output.parent / FILE
-    if target.exists():
-        lines = f"def keep(row): return all(str(row.get(name) or '').strip() for name in {needed})"
-        plan.notes.append(f"{problem}. `filter: mine.keep` in the entry leaves them out, with `{lines}` in mine.py")
-        return
+    target = _free_file(output, text := KEEP.format(config=output, names=needed))
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(KEEP.format(config=output, names=needed), encoding="utf-8")
-    plan.entry["filter"] = FUNCTION
-    plan.notes.append(f"{problem}; `filter: {FUNCTION}` leaves such rows out, by {target}, which you can change")
+    target.write_text(text, encoding="utf-8")
+    function = plan.entry["filter"] = f"{target.stem}.keep"
+    plan.notes.append(f"{problem}; `filter: {function}` leaves such rows out, by {target}, which you can change")
+
+
+def _free_file(output: Path, text: str) -> Path:
+    """Return the file beside the config for a filter: the first that is not there, or holds the same."""
+    words = re.sub(r"\W", "_", output.stem)
+    names = chain(["filters", f"filters_{words}"], (f"filters_{words}_{number}" for number in count(2)))
+    files = (output.parent / f"{name}.py" for name in names)
+    return next(one for one in files if not one.exists() or one.read_text(encoding="utf-8") == text)
 
 
 def repeated_notes(plan: Plan) -> list[str]:
     """Return how many rows repeat an earlier one in the columns that are read, and what leaves them out."""
-    form = plan.entry.get("type")
-    read = [*form.values()] if isinstance(form, dict) else [name for name in plan.table.columns if name in READ]
+    read = mapped_columns(plan.entry) or [name for name in plan.table.columns if name in READ]
     columns = plan.table.columns if plan.method == "grpo" else read  # whose rewards get every column
     first: dict[str, int] = {}  # row of each text
     texts = [json.dumps([row.get(name) for name in columns], default=str) for row in plan.rows]
@@ -70,7 +74,8 @@ def _needed(plan: Plan) -> list[str]:
     """Return the columns of text that the method cannot do without."""
     form, columns = plan.entry.get("type"), plan.table.columns
     if isinstance(form, dict):
-        names = [name for key, name in form.items() if key != "field_label"]
+        marks = (form.get("field_label"), form.get("field_winner"))
+        names = [name for name in mapped_columns(plan.entry) if name not in marks]
     elif form is not None or {"messages", "conversations"} & set(columns):
         return []
     else:

@@ -12,8 +12,8 @@ from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import explain_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
-from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, prompt_column, text_of
-from upweight.cli.starter.table import ALIASES, Table, read_columns, read_values
+from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mapped_columns, prompt_column, text_of
+from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger
@@ -52,10 +52,10 @@ def new(
     table = Table(path, _rows_of(path))
     table.named = read_columns(columns, table.columns) if columns else {}
     table.meanings = read_values(values, table.named) if values else {}
-    if method not in ("grpo", "sft"):  # whose user has chosen to read no preferences
-        feedback.refuse_preference(table)
+    # Whoever names grpo or sft has chosen to read no preferences.
+    winner = feedback.preference(table) if method not in ("grpo", "sft") else None
     if method is None:
-        proposed, why = propose(table)
+        proposed, why = propose(table, winner)
         print(f"{path}: columns {', '.join(table.columns)}; {why}")
         method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
     if method not in KINDS:
@@ -67,7 +67,7 @@ def new(
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
     plan = Plan(table, method, model, gpu=memory)
-    _map_columns(plan)
+    _map_columns(plan, winner)
     plan.notes += _unread_notes(plan)
     _fit_model(plan, output)
     leave_out_empty(plan, output)
@@ -75,8 +75,11 @@ def new(
     _write(plan, output)
 
 
-def propose(table: Table) -> tuple[str, str]:
-    """Return the method that learns from rows with these columns, and why."""
+def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
+    """Return the method that learns from rows with these columns, and why; `winner`: what prefers an answer."""
+    if winner is not None:
+        compared = " and ".join(map(repr, winner.answers))
+        return "dpo", f"{winner.winner!r} says which of {compared} is better: dpo"
     columns, rows, named = table.columns, table.rows, table.named
     pairs, labelled = table.roles("pairs"), table.roles("labelled")
     if {"chosen", "rejected"} <= pairs.keys() and not {"completion", "label"} & named.keys():
@@ -87,9 +90,10 @@ def propose(table: Table) -> tuple[str, str]:
         return "kto", f"'{labelled['label']}' looks like a mark, good or bad, of '{labelled['completion']}': kto"
     reads_text = not misses_columns("text", columns) or len(table.roles("text")) == 2
     if (reads_text or "completion" in labelled) and (marked := feedback.labels_in_words(table)) is not None:
-        problem = feedback.label_problem(table, *marked)
-        also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
-        raise UserError(f"{problem}{also}")
+        if (problem := feedback.label_problem(table, *marked)) is not None:
+            also = f"\n`--method sft` trains on all rows, whatever {marked[0]!r} holds." if reads_text else ""
+            raise UserError(f"{problem}{also}")
+        return "kto", f"{marked[0]!r} marks {labelled['completion']!r} as good or bad: kto"
     if "label" in named and "completion" in labelled:
         return "kto", f"'{labelled['label']}' is named as the mark of '{labelled['completion']}': kto"
     if reads_text:
@@ -115,35 +119,41 @@ def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
         return rows.take(0, min(LOOKED_AT, len(rows)))
 
 
-def _map_columns(plan: Plan) -> None:
-    """Add to the entry how its columns are read."""
+def _map_columns(plan: Plan, winner: Preference | None) -> None:
+    """Add to the entry how its columns are read, and what words of labels or of a winner stand for."""
     kind, table = KINDS[plan.method], plan.table
-    columns, column_of = table.columns, table.roles(kind)
-    if kind == "labelled":
-        feedback.refuse_labels(table)
     plan.answer = table.roles("text").get("output") if plan.method == "grpo" else None
-    _refuse_unused(plan)
+    if winner is not None and kind in ("pairs", "labelled"):
+        _refuse_unused(plan, PREFERENCE, reads_values=True)
+        plan.entry["type"] = feedback.winner_mapping(table, winner)
+        plan.notes += feedback.mark_notes(plan.entry["type"])
+        return
+    label_values = feedback.label_values(table) if kind == "labelled" else {}
+    completion = ("completion",) if plan.answer else ()
+    _refuse_unused(plan, [*ROLES[kind], *completion], reads_values=bool(label_values))
+    columns, column_of = table.columns, table.roles(kind)
     if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
         plan.entry["type"] = "completion"  # raw text
     if (
         table.named
+        or label_values
         or misses_columns(kind, columns)
         or (kind == "pairs" and "prompt" not in columns and "prompt" in column_of)
     ):
         if len(column_of) < len(ROLES[kind]):
             raise UserError(_missing_problem(plan, column_of))
-        plan.entry["type"] = {f"field_{role}": name for role, name in column_of.items()}
+        form: dict[str, Any] = {f"field_{role}": name for role, name in column_of.items()}
+        plan.entry["type"] = {**form, "label_values": label_values} if label_values else form
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}")
+        plan.notes += feedback.mark_notes(plan.entry["type"])
 
 
-def _refuse_unused(plan: Plan) -> None:
+def _refuse_unused(plan: Plan, roles: Sequence[str], *, reads_values: bool) -> None:
     """Raise a UserError for roles and values that the method does not read."""
-    read = {str(ALIASES.get(role, role)) for role in ROLES[KINDS[plan.method]]} | (
-        {"completion"} if plan.answer else set()
-    )
+    read = {str(ALIASES.get(role, role)) for role in roles}
     if unused := [role for role in plan.table.named if role not in read]:
         raise UserError(f"--columns {unused[0]}=...: {plan.method} reads {', '.join(sorted(read))}. Leave it out.")
-    if plan.table.meanings:
+    if plan.table.meanings and not reads_values:
         raise UserError(f"--values: {plan.method} reads the values of this file as they are. Leave it out.")
 
 
@@ -170,8 +180,8 @@ def _unread_notes(plan: Plan) -> list[str]:
     """Return which columns the method does not read, and what ratings are good for."""
     if plan.method == "grpo":  # whose rewards get every column
         return []
-    form = plan.entry.get("type")
-    read = {*form.values(), "system", "input", "margin"} if isinstance(form, dict) else READ
+    mapped = mapped_columns(plan.entry)
+    read = {*mapped, "system", "input", "margin"} if mapped else READ
     unread = [name for name in plan.table.columns if name not in read]
     notes = [f"not read by {plan.method}: {', '.join(unread)}"] if unread else []
     if plan.method != "sft":
@@ -179,7 +189,7 @@ def _unread_notes(plan: Plan) -> list[str]:
     ratings = [name for name in unread if feedback.is_rating(name, plan.table)]
     notes += [feedback.rating_advice(name, plan.table) for name in ratings[:1]]
     if (marked := feedback.labels_in_words(plan.table)) is not None:
-        notes.append(f"all rows are trained on, whatever {marked[0]!r} holds: {', '.join(map(repr, marked[1]))}")
+        notes.append(feedback.label_advice(*marked))
     return notes
 
 

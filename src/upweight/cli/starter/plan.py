@@ -52,6 +52,15 @@ class Plan:
         return self.table.rows
 
 
+def mapped_columns(entry: Mapping[str, Any]) -> list[str]:
+    """Return the columns that the `type` of an entry names, if it is a mapping."""
+    form = entry.get("type")
+    if not isinstance(form, dict):
+        return []
+    named = [name for key, name in form.items() if key.startswith("field_")]
+    return list(dict.fromkeys([*named, *filter(None, form.get("winner_values", {}).values())]))
+
+
 def prompt_column(plan: Plan) -> str | None:
     form = plan.entry.get("type")
     if isinstance(form, dict):
@@ -72,6 +81,7 @@ def text_of(plan: Plan, output: Path) -> str:
 
     entry = {"path": str(_relative(plan.file, output)), **plan.entry}
     lines = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, default_flow_style=None, width=1000)
+    lines = lines.replace("? '' :", "'':")  # the word of an empty cell, as people write it
     memory = dict(plan.memory)
     adapter = memory.pop("adapter", "lora")
     held_out = min(32, max(len(plan.rows) // 10, 1)) if len(plan.rows) > 4 else 0

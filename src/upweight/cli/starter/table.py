@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.data.columns import ANSWERED, ROLES, guess_columns, words_of
+from upweight.data.raw_row import word_of
 from upweight.errors import UserError, did_you_mean
 
 PREFERENCE = ("prompt", "answer_a", "answer_b", "winner")  # roles of rows whose answers are compared by a column
@@ -54,7 +55,7 @@ class Table:
 
     def values(self, name: str) -> list[str]:
         """Return the different values of a column, as text."""
-        return list(dict.fromkeys(str("" if row.get(name) is None else row[name]).strip() for row in self.rows))
+        return list(dict.fromkeys(word_of(row.get(name)) for row in self.rows))
 
     def texts(self) -> list[str]:
         """Return the columns that hold more than words."""

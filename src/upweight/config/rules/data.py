@@ -57,6 +57,8 @@ def formats_are_known(config: Config) -> Iterator[str]:
     for key, row in entries(config):
         if isinstance(row.type, UserFormat) and "user_defined" not in names:
             yield f"{key}.type: a mapping of columns does not serve {name}. Name a format."
+        if isinstance(row.type, UserFormat):
+            yield from _check_marks(f"{key}.type", row.type, config.method.formats(), name)
         if not isinstance(row.type, str) or row.type in names:
             continue
         if others := [how_to_choose(n) for n, method in METHODS.items() if row.type in FORMAT_NAMES[method.formats()]]:
@@ -65,3 +67,22 @@ def formats_are_known(config: Config) -> Iterator[str]:
         elif "." not in row.type:
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
             yield f"{key}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."
+
+
+def _check_marks(key: str, form: UserFormat, kind: str, name: str) -> Iterator[str]:
+    """Check what the words of labels and of winners stand for."""
+    if form.label_values and kind != "labelled":
+        yield f"{key}.label_values: is for labels of kto, and {name} reads none. Remove it."
+    if not (form.field_winner or form.winner_values):
+        return
+    answers = {column for column in form.winner_values.values() if column is not None}
+    if kind not in ("pairs", "labelled"):
+        yield f"{key}.field_winner: is for pairs, and {name} reads none. Remove it, and winner_values."
+    elif form.field_winner is None:
+        yield f"{key}.field_winner: missing. 'winner_values' needs the column that says which answer is better."
+    elif len(answers) != 2:
+        named = ", ".join(map(repr, sorted(answers))) or "none"
+        problem = f"must name the columns of two answers, and names {named}"
+        yield f"{key}.winner_values: {problem}. Write them as in {{A: answer_a, B: answer_b, tie: null}}."
+    elif wrong := sorted({"field_chosen", "field_rejected"} & form.model_fields_set):
+        yield f"{key}.{wrong[0]}: 'winner_values' says which answer is chosen. Remove one of them."

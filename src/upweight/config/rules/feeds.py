@@ -6,7 +6,7 @@ from pathlib import Path
 from upweight.config.config import Config
 from upweight.config.peers import FORMAT_NAMES
 from upweight.config.rules.data import entries
-from upweight.config.sections.data import DatasetSpec
+from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.methods.base import Method
 
 FED = "streams or interleaved datasets"
@@ -78,7 +78,9 @@ def keeps_count(method: Method, row: DatasetSpec) -> bool:
     name, plain = row.type, FORMAT_NAMES[method.formats()]
     transformed = isinstance(name, str) and (name not in plain or name in SPLITTING)
     by_method = name is None and type(method).read_row is not None
-    return not (row.filter or transformed or by_method or method.data == "labelled")  # where a pair is two rows
+    left_out = isinstance(name, UserFormat) and name.leaving_out()
+    split = method.data == "labelled"  # where a pair is two rows
+    return not (row.filter or transformed or left_out or by_method or split)
 
 
 def _is_uncounted(row: DatasetSpec) -> bool:

@@ -193,6 +193,8 @@ def without_effect(config: Config) -> Iterator[str]:
     rollout, online = config.rollout, config.method.online
     if online and not config.method.strided and "sequence_len" in config.set_keys:
         yield "sequence_len: no effect on prompts; 'max_prompt_length' and 'trl.max_completion_length' bound them"
+    if config.method.formats() == "text" and config.data.max_prompt_length:
+        yield "max_prompt_length: no effect on whole texts; 'sequence_len' bounds a prompt and its answer together"
     if rollout.async_prefetch and not rollout.use_vllm and online:
         yield "trl.async_prefetch: without a vLLM server rollouts are produced ahead of training, not beside it"
     if rollout.lora_sync and rollout.use_vllm and config.adapter.kind is None and config.choice.rl is not None:

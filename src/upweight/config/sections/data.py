@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import field_validator
+
 from upweight.config.peers import TEMPLATE_ALIASES, TEMPLATE_NAMES
 from upweight.row_rules import EntryRows, RowSection
 from upweight.settings import PositiveInt, Strict, inner, setting
@@ -21,6 +23,15 @@ class UserFormat(Strict):
     field_rejected: str = inner("rejected", "Column of the rejected answer.")
     field_completion: str = inner("completion", "Column of the completion, for KTO.")
     field_label: str = inner("label", "Column of the label (desirable or not), for KTO.")
+    label_values: dict[str, bool | None] = inner(
+        {}, "Word in the label's column -> true or false; rows with the word of a `null` are left out. For KTO."
+    )
+    field_winner: str | None = inner(
+        None, "Column that says which of two answers is better, in place of `field_chosen` and `field_rejected`."
+    )
+    winner_values: dict[str, str | None] = inner(
+        {}, "Word in the winner's column -> column of the better answer; rows with the word of a `null` are left out."
+    )
     prompt_format: str = inner("{prompt}", "Format of the prompt; `{system}` and `{prompt}` are filled in.")
     chosen_format: str = inner("{chosen}", "Format of the chosen answer.")
     rejected_format: str = inner("{rejected}", "Format of the rejected answer.")
@@ -34,6 +45,26 @@ class UserFormat(Strict):
     system_format: str = inner(
         "{system}", "Format of the system text, which is put before the prompt if no format has `{system}`."
     )
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether words of a column are labels, or name the better answer."""
+        return bool(self.label_values or self.field_winner)
+
+    def leaving_out(self) -> list[str]:
+        """Return the keys that leave out rows by the words in them."""
+        marks = {"label_values": self.label_values, "winner_values": self.winner_values}
+        return [name for name, meanings in marks.items() if None in meanings.values()]
+
+    @field_validator("label_values", "winner_values", mode="before")
+    @classmethod
+    def _words_are_text(cls, values: Any) -> Any:
+        """Read numbers as words; YAML reads `yes` and `no` as switches, of which the word cannot be told again."""
+        if not isinstance(values, dict):
+            return values
+        if any(isinstance(word, bool) or word is None for word in values):
+            raise ValueError("YAML reads yes, no, on, off, true, false and null as switches: put each word in quotes")
+        return {str(word): value for word, value in values.items()}
 
 
 class DatasetSpec(EntryRows):

@@ -8,7 +8,7 @@ from upweight.config import Config
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.data.columns import PLAIN, ROLES, first_row, mapping_advice, misses_columns
-from upweight.data.raw_row import Row, RowError, read_label
+from upweight.data.raw_row import Row, RowError, marked, read_label
 from upweight.data.sources.lookup import entry_name, existing, matches, missing_files, patterns_of
 from upweight.errors import did_you_mean
 
@@ -76,10 +76,12 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
 def _unread_label(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> str | None:
     """Return why the label of a first row cannot be read; None where it can, and where a format reads it otherwise."""
     form = entry.type or UserFormat()
-    if kind != "labelled" or not isinstance(form, UserFormat) or not _has(row, form.field_completion):
+    if not isinstance(form, UserFormat):
         return None
     try:
-        read_label(Row(row), form.field_label)
+        read = marked(form, Row(row))
+        if read is not None and kind == "labelled" and _has(read, form.field_completion):
+            read_label(read, form.field_label)
     except RowError as error:
         return f"row 0, {error}"
     return None
@@ -89,12 +91,14 @@ def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> st
     """Return which columns an entry needs that its first row has not, and the mapping to paste; None where it reads."""
     if isinstance(entry.type, UserFormat):
         fields = {role: str(getattr(entry.type, f"field_{role}")) for role in ROLES.get(kind, ())}
+        if entry.type.field_winner is not None:
+            answers = {f"winner_values.{word}": column for word, column in entry.type.winner_values.items() if column}
+            fields = {"field_prompt": entry.type.field_prompt, "field_winner": entry.type.field_winner, **answers}
+            return _gone(fields, row)
         paired = {role: str(getattr(entry.type, f"field_{role}")) for role in ROLES["pairs"]}
         if kind == "labelled" and not set(paired.values()) - row.keys():
             return None
-        gone = [f"'{column}' (field_{role})" for role, column in fields.items() if not _has(row, column)]
-        near = "".join(did_you_mean(column, row) for column in fields.values() if not _has(row, column))
-        return f"{' and '.join(gone)} of `type`: there is no such column, but {', '.join(row)}.{near}" if gone else None
+        return _gone({f"field_{role}": column for role, column in fields.items()}, row)
     if entry.type is None:
         named = {entry.field_messages, entry.field} - {None}  # of rows whose columns have other names
         if not misses_columns(kind, [*row, *("text" for name in named if _has(row, str(name)))]):
@@ -117,6 +121,13 @@ def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> st
             near = did_you_mean(columns[0], row)
             return f"'type: {entry.type}' needs a column {' or '.join(columns)}, and there are {', '.join(row)}.{near}"
     return None
+
+
+def _gone(fields: Mapping[str, str], row: Mapping[str, Any]) -> str | None:
+    """Return which columns that keys of a mapping name are not in a row."""
+    gone = [f"'{column}' ({key})" for key, column in fields.items() if not _has(row, column)]
+    near = "".join(did_you_mean(column, row) for column in fields.values() if not _has(row, column))
+    return f"{' and '.join(gone)} of `type`: there is no such column, but {', '.join(row)}.{near}" if gone else None
 
 
 def _has(row: Mapping[str, Any], column: str) -> bool:

@@ -25,6 +25,7 @@ from upweight.models.adapters.experts import (
     of_pattern,
     without_experts,
 )
+from upweight.models.first_look import broken_weights
 from upweight.settings import values_by_path
 
 ADAPTER_ATTRIBUTE = "_upweight_adapter"
@@ -191,6 +192,8 @@ def _load_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         raise UserError(
             f"lora_model_dir: no adapter at {folder!r}: not a folder here, and the hub did not give it ({error})"
         ) from None
+    if (broken := broken_weights(Path(folder))) is not None:
+        raise UserError(f"lora_model_dir: {folder!r} does not hold a whole adapter: {broken}.")
     logger.info("adapter: the one in %s, with the rank, alpha and targets saved there", folder)
     try:
         return PeftModel.from_pretrained(model, folder, config=config, is_trainable=True)

@@ -23,6 +23,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.log import logger
+from upweight.models.first_look import broken_weights
 from upweight.models.load import (
     config_with_head,
     load_failures,
@@ -57,6 +58,8 @@ class AdapterFolder:
         refuse_damaged(self.folder)
         if not (self.folder / "adapter_config.json").is_file():
             raise UserError(f"{self.folder} holds no adapter_config.json: there is no adapter in it")
+        if (broken := broken_weights(self.folder)) is not None:
+            raise UserError(f"{self.folder} does not hold a whole adapter: {broken}.")
 
     def head(self) -> Head:
         """Return the head that the adapter was trained with."""

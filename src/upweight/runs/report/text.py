@@ -17,9 +17,10 @@ SHOWN = (
 )  # fmt: skip
 COMPLETIONS = 3  # the best, one in the middle, and the worst
 LINES, QUESTION_LINES = 4, 2  # of one completion, and of what was asked
-# What chat templates write around turns, and the name of a turn's role at its beginning, or the first letter of it.
+# What chat templates write around turns, and the name of a turn's role at its beginning. Runs record messages where they
+# can read them back from a prompt; this is for the prompts of other templates.
 MARKS = r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<[be]os>"
-ROLE = r"(system|user|human|assistant|model|tool|[suat](?=:))(?:\n|:|$)"
+ROLE = r"(system|user|human|assistant|model|tool)(?:\n|$)"
 
 
 def text_page(data: Mapping[str, Any], width: int | None = None) -> str:
@@ -170,7 +171,7 @@ def _question(row: Mapping[str, Any]) -> str:
             if content := turn[named.end() :].strip() if named else turn:
                 roles.append(role)
                 texts.append(content)
-        by_user = [content for role, content in zip(roles, texts, strict=True) if role in ("user", "human", "u")]
+        by_user = [content for role, content in zip(roles, texts, strict=True) if role in ("user", "human")]
         text = (by_user or texts or [text])[-1]
     return _printable(text)
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from upweight.config.sections.run import RunSection
 from upweight.data.stream.feed import RowFeed
+from upweight.data.tokenize.turns import TurnReader
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import warn_once
@@ -59,13 +60,14 @@ class HeldOutAnswers(TrainerCallback):
         """Answer prompts (row, prompt, the data's answer) and write one object for each."""
         if not rows:
             return
-        decode = self.trainer.processing_class.decode
+        decode, turns = self.trainer.processing_class.decode, TurnReader(self.trainer.processing_class)
         answers = self._sampled([prompt for _, prompt, _ in rows])
         if answers is None:
             return
         lines = []
         for (number, prompt, expected), (ids, finished) in zip(rows, answers, strict=True):
-            texts = {"prompt": decode(prompt), "completion": decode(ids, skip_special_tokens=True)}
+            asked = decode(prompt)
+            texts = {"prompt": turns.messages(asked) or asked, "completion": decode(ids, skip_special_tokens=True)}
             in_data = {"in the data": decode(expected, skip_special_tokens=True)}
             lines.append({"step": step, "row": number, **texts, "tokens": len(ids), "finished": finished, **in_data})
         prefix = f"eval_{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}" if name else "eval"
