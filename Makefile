@@ -15,7 +15,12 @@ JOBS ?= 2
 # One more than two cores have: tests wait for processes that they start.
 TEST_JOBS ?= 3
 
-.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama test-docs lint format docs dist release bench soak demo clean
+# A module stays in one process, for the runs that its tests share; tests/conftest.py orders the modules.
+SUITE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope --no-loadscope-reorder
+# What needs more than this environment has, or is a sweep.
+ELSEWHERE := sweep or models or gpu or vllm or openenv or gym or llama or site
+
+.PHONY: setup test test-slow test-ci test-sweeps test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant test-llama test-docs lint format docs dist release bench soak demo clean
 
 setup: $(READY)
 
@@ -27,10 +32,18 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym and not llama and not site"
+	$(SUITE) -m "not slow and not ($(ELSEWHERE))"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym and not llama and not site"
+	$(SUITE) -m "slow and not ($(ELSEWHERE))"
+
+# Both at once: the tests are collected once, and no core is idle at the end of the first half.
+test-ci: $(READY)
+	$(SUITE) -m "not ($(ELSEWHERE))"
+
+# More cases and more moments of what a test of `make test-slow` shows for a few.
+test-sweeps: $(READY)
+	$(SUITE) -m sweep
 
 # Every model type of transformers against its own forward. `make models` judges those without a result in
 # build/models.jsonl, and writes docs/models.md.

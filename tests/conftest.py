@@ -1,4 +1,5 @@
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from upweight.methods import METHODS
 # A busy machine must not fail a property, and every run tries the same examples.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with slow tests come first, then the largest, so that the workers of a run end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
 
 
 def pytest_collection_finish() -> None:

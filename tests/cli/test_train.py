@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from made_runs import largest_difference, metrics_of, upweight, write_config, write_online
+from made_runs import largest_difference, metrics_of, on_ranks, upweight, write_config, write_online
 from upweight.cli.app import main
 from upweight.cli.train import _load_config
+from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.processes import free_port
 from upweight.runs.checkpoints import checkpoints_of, is_whole
+from upweight.train.run import train
 
 
 def command(*arguments):
@@ -211,20 +213,26 @@ LOST = {
 }
 
 
-@pytest.fixture(scope="module", params=[None, True], ids=["ddp", "fsdp"])
-def whole_run(request, model_folder, tmp_path_factory):
-    """The folder of a run over two ranks that nothing disturbed, and its keys."""
-    folder = tmp_path_factory.mktemp("whole")
-    keys = {"max_steps": 18, "save_steps": 3, "save_total_limit": 2, "fsdp": request.param}
-    done = launched("train", write_config(folder, model_folder, **keys), "--num-processes", 2)
-    assert done.returncode == 0, done.stderr
-    return folder, keys
+def run_rank(file, resume=False):
+    """What the command runs on a rank, in processes that have imported most of what it needs."""
+    train(load_config(file), resume=resume)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", LOST)
-def test_a_lost_rank_ends_all_and_resume_is_exact(number, whole_run, model_folder, tmp_path):
-    undisturbed, keys = whole_run
+@pytest.mark.parametrize(
+    ("number", "fsdp"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGSTOP, None),
+        pytest.param(signal.SIGKILL, None, marks=pytest.mark.sweep),
+        pytest.param(signal.SIGSTOP, True, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_lost_rank_ends_all_and_resume_is_exact(number, fsdp, model_folder, tmp_path, monkeypatch):
+    keys = {"max_steps": 18, "save_steps": 3, "save_total_limit": 2, "fsdp": fsdp}
+    (undisturbed := tmp_path / "undisturbed").mkdir()
+    on_ranks(run_rank, 2, write_config(undisturbed, model_folder, **keys))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the ranks of `on_ranks`
     file = write_config(tmp_path, model_folder, **keys)
     process = begun(file, "--num-processes", 2)
     ranks = children_of(process)
@@ -236,8 +244,7 @@ def test_a_lost_rank_ends_all_and_resume_is_exact(number, whole_run, model_folde
     assert process.returncode in (1, 137)
     assert not any(is_running(rank) for rank in ranks)
     assert LOST[number] in said
-    done = launched("train", file, "--resume", "--num-processes", 2)
-    assert done.returncode == 0, done.stderr
+    on_ranks(run_rank, 2, file, True)  # `--resume` of the command is tried after Ctrl-C
     assert metrics_of(tmp_path / "out") == metrics_of(undisturbed / "out")
     found, right = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path, undisturbed))
     assert largest_difference(found, right) == 0

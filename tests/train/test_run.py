@@ -297,6 +297,7 @@ def test_killed_at_a_few_moments_it_continues_exactly(runs, model_folder, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_killed_at_twenty_moments_it_continues_exactly(runs, model_folder, tmp_path):
     kill_and_resume(20, runs, model_folder, tmp_path)
 
