@@ -138,7 +138,7 @@ def test_rows_for_evaluation_have_images_too(trainer, tmp_path):
         output_dir=str(tmp_path), **COMMON | options, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=3
     )
     given = {"train_dataset": rows(kind), "eval_dataset": rows(kind, "several"), "processing_class": processor("llava")}
-    given |= {"reward_funcs": reward} if trainer == "GRPO" else {}
+    given |= {"reward_funcs": checksum_of_images} if trainer == "GRPO" else {}
     made = getattr(upweight, f"{trainer}Trainer")(vision_model("llava"), args=args, **given)
     made.train()
     logged = [line for line in made.state.log_history if any(name.startswith("eval_") for name in line)]
