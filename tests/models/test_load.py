@@ -357,6 +357,8 @@ def test_weights_that_are_cut_short_are_named(tmp_path):
     folder = write_model(tmp_path / "model")
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    said = f"model.safetensors in it is cut short: {len(whole) // 2:,} of {len(whole):,} bytes are there. Copy or download"
+    said = (
+        f"model.safetensors in it is cut short: {len(whole) // 2:,} of {len(whole):,} bytes are there. Copy or download"
+    )
     with pytest.raises(UserError, match=re.escape(said)):
         load_model(ModelSection(base_model=str(folder)), torch.float32)

@@ -41,4 +41,6 @@ def test_a_token_at_the_beginning_that_the_template_does_not_write():
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
 def test_plain_text_has_no_turns(template):
     tokenizer = byte_tokenizer("chatml", template)
-    assert TurnReader(tokenizer).messages("u:Why?") == (None if template is None else [{"role": "user", "content": "u:Why?"}])
+    assert TurnReader(tokenizer).messages("u:Why?") == (
+        None if template is None else [{"role": "user", "content": "u:Why?"}]
+    )
