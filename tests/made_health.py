@@ -10,11 +10,11 @@ HEALTHY = {
     "rewards/correct/std": 0.3, "rewards/my_format/mean": 0.4, "rewards/my_format/std": 0.5,
     "sampling/sampling_logp_difference/mean": 0.02, "sampling/importance_sampling_ratio/mean": 0.98,
     "ebft/alignment": 0.5, "ebft/diversity": 0.05, "ebft/cfm_loss": 0.8, "rollout/share_of_seconds": 0.6,
-    "rollout/wait_seconds": 20.0, "rewards/correct/seconds": 0.1,
+    "rollout/wait_seconds": 20.0, "rewards/correct/seconds": 0.1, "tokens_per_second": 900.0, "step_time": 2.0,
 }  # fmt: skip
 PAIRS = {
     "loss": 0.5, "grad_norm": 2.0, "rewards/margins": 0.3, "rewards/accuracies": 0.65, "rewards/chosen": 0.1,
-    "rewards/rejected": -0.2,
+    "rewards/rejected": -0.2, "tokens_per_second": 900.0,
 }  # fmt: skip
 DISTILLED = {"loss": 0.5, "grad_norm": 2.0, "distill/agreement": 0.7, "distill/teacher_gain": 0.3,
              "distill/forward_kl": 0.4, "distill/reverse_kl": 0.5}  # fmt: skip
@@ -57,6 +57,8 @@ SICK = [
     }),
     ("truncated", HEALTHY, {"completions/clipped_ratio": 0.97}),
     ("slow rewards", HEALTHY, {"rewards/correct/seconds": 30.0, "rollout/share_of_seconds": 0.95}),
+    ("steps slow down", HEALTHY, {"tokens_per_second": 300.0, "step_time": 6.0}),
+    ("steps slow down", PAIRS, {"tokens_per_second": lambda step: 900.0 / (1 + step / 40)}),
     ("slow sampling", HEALTHY, {"rollout/share_of_seconds": 0.95}),
     ("features not aligned", HEALTHY, {"ebft/alignment": 0.02}),
     ("features coincide", HEALTHY, {"ebft/diversity": 0.997}),

@@ -17,8 +17,8 @@ SHOWN = (
 )  # fmt: skip
 COMPLETIONS = 3  # the best, one in the middle, and the worst
 LINES, QUESTION_LINES = 4, 2  # of one completion, and of what was asked
-# What chat templates write around turns, and the name of a turn's role at its beginning. Runs record messages where they
-# can read them back from a prompt; this is for the prompts of other templates.
+# What chat templates write around turns, and the name of a turn's role at its beginning. Runs record messages where
+# they can read them back from a prompt; this is for the prompts of other templates.
 MARKS = r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<[be]os>"
 ROLE = r"(system|user|human|assistant|model|tool)(?:\n|$)"
 
