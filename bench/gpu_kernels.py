@@ -1,10 +1,8 @@
 """The sampler's kernels on a GPU, one JSON line a case: `python -m bench.gpu_kernels [CASE ...]`.
 
 Linear layers with and without a LoRA of rank 16: `ours_us` by our kernels, `apart_us` by torch's products. Attention of
-one decoding step: ours alone. The experts of a layer of Qwen3-30B-A3B for the tokens of a decoding step, against the
-compiled forward of transformers (`read_mb`: of the experts that some token chose); and rows of tokens moved to pairs of
-token and expert and back, against indexing. Microseconds of a call inside a CUDA graph over several copies of the
-tensors, so that none is found in the cache.
+one decoding step: ours alone. Microseconds of a call inside a CUDA graph over several copies of the tensors, so that
+none is found in the cache.
 """
 
 import argparse
@@ -16,11 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.integrations.moe import grouped_mm_experts_forward
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from bench.gpu_moe import SHAPE as MIXTURE
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
@@ -137,53 +131,10 @@ def attention(_case: str) -> Iterator[dict[str, Any]]:
         yield {"name": "attention", "slots": slots, "prompt": prompt, "new": new, "ours_us": microseconds(calls)}
 
 
-@torch.no_grad()
-def experts(_case: str) -> Iterator[dict[str, Any]]:
-    """The experts of one layer for few tokens; rows of pairs for many."""
-    from upweight.models.kernels.few_experts import few_experts
-    from upweight.models.kernels.pair_rows import spread_rows, sum_rows
-
-    number, top_k, hidden = (MIXTURE[name] for name in ("num_experts", "num_experts_per_tok", "hidden_size"))
-    config = Qwen3MoeConfig(**MIXTURE)
-    with torch.device("cuda"):
-        all_layers = [Qwen3MoeExperts(config).bfloat16().requires_grad_(False) for _ in range(2)]
-    for weight in (weight for layer in all_layers for weight in layer.parameters()):
-        weight.normal_(0, 0.02)
-    stock = torch.compile(grouped_mm_experts_forward, dynamic=True)
-    for tokens in (8, 64, 256, 512):
-        x_ND = drawn(tokens, hidden)
-        index_NK = torch.rand(tokens, number, device="cuda").topk(top_k).indices
-        weight_NK = torch.rand(tokens, top_k, device="cuda", dtype=torch.bfloat16)
-        given = [(x_ND, index_NK, weight_NK, layer.gate_up_proj, layer.down_proj) for layer in all_layers]
-        ours = microseconds([partial(few_experts, *one) for one in given])
-        apart = microseconds([partial(stock, layer, x_ND, index_NK, weight_NK) for layer in all_layers])
-        difference = (few_experts(*given[0]) - stock(all_layers[0], x_ND, index_NK, weight_NK)).float()
-        size = sum(weight.nbytes for weight in all_layers[0].parameters()) / number * len(index_NK.unique())
-        line = {"name": "experts", "rows": tokens, "ours_us": ours, "apart_us": apart, "ratio": round(apart / ours, 2)}
-        relative = difference.norm() / few_experts(*given[0]).float().norm()
-        yield line | {"read_mb": round(size / 1e6), "difference": round(float(relative), 4)}
-    tokens = 9312
-    place_S = torch.randperm(tokens * top_k, device="cuda")
-    token_S = place_S.argsort() // top_k
-    rows, pairs = [drawn(tokens, hidden) for _ in range(4)], [drawn(tokens * top_k, hidden) for _ in range(4)]
-    moved: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Tensor]]] = {
-        "spread": (lambda x: spread_rows(x, place_S, top_k), lambda x: x.index_select(0, token_S), rows),
-        "sum": (
-            lambda x: sum_rows(x, place_S, top_k),
-            lambda x: x.index_select(0, place_S).view(tokens, top_k, hidden).sum(1),
-            pairs,
-        ),
-    }
-    for name, (by_kernel, by_torch, tensors) in moved.items():
-        ours, apart = (microseconds([partial(call, x) for x in tensors]) for call in (by_kernel, by_torch))
-        yield {"name": f"pairs_{name}", "rows": tokens, "ours_us": ours, "apart_us": apart}
-
-
 CASES: dict[str, Callable[[str], Iterator[dict[str, Any]]]] = {
     "1.5b": layers,
     "7b": layers,
     "attention": attention,
-    "experts": experts,
 }
 
 

@@ -2,12 +2,11 @@
 
 There are as many pairs as tokens times the experts of a token, so each pass over their rows costs. Gradients are
 gathered by the inverse order and summed, not added one by one (`index_put`), and the weight of an expert is multiplied
-with the gate, where rows are narrow, before the second product. On a GPU rows go to pairs and back by kernels of ours.
+with the gate, where rows are narrow, before the second product.
 """
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +17,12 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from upweight.log import warn_once
-from upweight.models.kernels.lora_linear import is_half_inference
 from upweight.models.kernels.packed_product import is_packed, packed_product
 from upweight.models.modules import wrap_forward
-
-if torch.cuda.is_available() and find_spec("triton"):
-    from upweight.models.kernels import few_experts, pair_rows
-else:
-    few_experts = pair_rows = None
 
 _grouped_mm = getattr(moe, "_grouped_mm", None)  # of transformers: (rows sorted by expert, weights, ends of the groups)
 _DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)  # act(gate) * up for the two halves of a row
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
-_NARROW = 64  # columns of rows that torch moves as fast
 ALIGNED = 16  # bytes that a row of a grouped product's operand is a multiple of
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 UNUSUAL = ("has_post_expert_norm", "_is_expert_parallel")  # which experts of older transformers cannot be
@@ -86,23 +78,10 @@ def runs_grouped(experts: Any) -> bool:
 
 def _experts_forward(self: nn.Module, hidden_ND: Tensor, *args: Any, **kwargs: Any) -> Any:
     # A compiler fuses the passes of the stock forward itself; PEFT's forward adds adapters by a parametrisation.
-    if few_experts is not None and len(args) == 2 and not kwargs and _decodes_few(self, hidden_ND, *args):
-        return few_experts.few_experts(hidden_ND, *args, self.gate_up_proj, self.down_proj)
     unusual = kwargs or len(args) != 2 or torch.compiler.is_compiling() or getattr(self, "parametrizations", None)
     if unusual or not runs_grouped(self):
         return vars(self)["_stock_forward"](hidden_ND, *args, **kwargs)
     return run_experts(self, {}, hidden_ND, *args)
-
-
-def _decodes_few(experts: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> bool:
-    """Return whether the tokens of a compiled layer of a sampler are so few that reading the experts is the work."""
-    if few_experts is None or not torch.compiler.is_compiling() or not is_half_inference(hidden_ND):
-        return False
-    if getattr(experts, "parametrizations", None) or not runs_grouped(experts) or not _has_plain_gate(experts):
-        return False
-    weights = experts.gate_up_proj, experts.down_proj
-    plain = all(type(one) in (Tensor, nn.Parameter) and one.dtype == hidden_ND.dtype for one in weights)
-    return plain and not experts.is_transposed and few_experts.takes(index_NK.numel(), experts.num_experts)
 
 
 def run_experts(
@@ -161,7 +140,7 @@ def _has_plain_gate(experts: Any) -> bool:
 def _taken_rows(hidden_ND: Tensor, routes: Routes, top_k: int) -> Tensor:
     """Return the hidden states of each pair."""
     if _is_plain():
-        return _rows_of_pairs(hidden_ND, routes.token_S, routes.inverse_S, top_k)
+        return hidden_ND.index_select(0, routes.token_S)
     return _TakenRows.apply(hidden_ND, routes.token_S, routes.inverse_S, top_k)
 
 
@@ -193,21 +172,7 @@ def _is_plain() -> bool:
     return torch.compiler.is_compiling() or not torch.is_grad_enabled()
 
 
-def _by_kernel(rows: Tensor) -> bool:
-    wide = rows.is_cuda and rows.shape[1] >= _NARROW and rows.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return pair_rows is not None and wide and not torch.compiler.is_compiling()
-
-
-def _rows_of_pairs(row_ND: Tensor, number_S: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
-    """Return rows by number, of which each is taken `top_k` times, at the places in `inverse_S`."""
-    if pair_rows is not None and _by_kernel(row_ND):
-        return pair_rows.spread_rows(row_ND, inverse_S, top_k)
-    return row_ND.index_select(0, number_S)
-
-
 def _sum_by_token(row_SD: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
-    if pair_rows is not None and _by_kernel(row_SD):
-        return pair_rows.sum_rows(row_SD, inverse_S, top_k)
     return row_SD.index_select(0, inverse_S).view(-1, top_k, row_SD.shape[1]).sum(1)
 
 
@@ -218,7 +183,7 @@ class _TakenRows(torch.autograd.Function):
     def forward(ctx: Any, row_ND: Tensor, number_S: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(inverse_S)
         ctx.top_k = top_k
-        return _rows_of_pairs(row_ND, number_S, inverse_S, top_k)
+        return row_ND.index_select(0, number_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -231,14 +196,12 @@ class _SummedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, row_SD: Tensor, token_S: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(token_S, inverse_S)
-        ctx.top_k = top_k
+        ctx.save_for_backward(token_S)
         return _sum_by_token(row_SD, inverse_S, top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        token_S, inverse_S = ctx.saved_tensors
-        return _rows_of_pairs(grads[0], token_S, inverse_S, ctx.top_k), None, None, None
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None, None
 
 
 class _WeightedGate(torch.autograd.Function):
