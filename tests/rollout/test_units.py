@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from upweight.data.images import image_column
 from upweight.engine.packing import build_batch, count_batch
 from upweight.methods import GRPO
-from upweight.rollout.units import units_of_groups
-from upweight.types import Completion, Group
+from upweight.rollout.units import units_of_documents, units_of_groups
+from upweight.types import Completion, Group, ImageRef
 
 
 def group(*completions, prompt=(7, 8)):
@@ -78,3 +79,14 @@ def test_a_failed_completion_is_counted_nowhere(loss_type):
     batch = build_batch(with_failed)
     assert batch.sampler_logps_T is not None
     assert len(batch.source_T) == 2
+
+
+def test_blocks_of_a_document_hold_the_images_before_them():
+    first, second = ImageRef("a", "a.png", 2, 9), ImageRef("b", "b.png", 3, 9)
+    ids = [1, 9, 9, 2, 3, 9, 9, 9, 4, 5]
+    group = Group(0, {"images": image_column([first, second])}, ids)
+    group.completions = [Completion([7, 8], [], [], finished=True) for _ in range(6)]
+    group.advantage_S = torch.arange(6.0)
+    units = units_of_documents([group], [[1, 4, 8]])
+    assert [[sample.images for sample in unit.samples] for unit in units] == [[(), (first,), (first, second)]] * 2
+    assert [len(sample.ids) for sample in units[0].samples] == [3, 6, 10]
