@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from upweight.errors import UserError
+from upweight.models.kernels.vision_windows import use_window_attention
 from upweight.models.modules import backbone_of
 
 
@@ -90,6 +91,8 @@ def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
 def image_features(base: PreTrainedModel, inputs: Inputs) -> ImageFeatures:
     """Run the vision tower; return the features of its images in the order of their placeholder tokens."""
     body: Any = backbone_of(base)  # a classifier itself has no features of images
+    if isinstance(tower := getattr(body, "visual", None), PreTrainedModel):
+        use_window_attention(tower)
     out: Any = body.get_image_features(**inputs, return_dict=True)
     layers = getattr(out, "deepstack_features", None) or ()
     return ImageFeatures(_flat(out.pooler_output), tuple(_flat(features) for features in layers))
