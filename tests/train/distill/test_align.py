@@ -83,7 +83,7 @@ def test_any_text_has_the_same_bytes_on_both_sides_of_every_span(aligners, token
     sample = Sample(ids, np.arange(len(ids)) >= len(encoded(student, prompt)))
     found, spans = aligner.alignment(sample)
     teacher_bytes = lambda ids: b"".join(aligner.teacher.bytes_of.get(int(one), b"") for one in ids)  # noqa: E731
-    ours, theirs = spans.own_2M.T.tolist(), spans.teacher_2M.T.tolist()
+    ours, theirs = spans.student_2M.T.tolist(), spans.teacher_2M.T.tolist()
     for (start, end), (first, after), same in zip(ours, theirs, spans.same_M, strict=True):
         assert start < end
         if same and start:

@@ -140,7 +140,9 @@ def test_the_advantage_of_a_span_is_the_teachers_log_prob_over_the_samplers(mode
         found, spans = aligner.alignment(sample)
         theirs, ours = token_logps(teacher, found), token_logps(student, sample.ids)
         right = np.zeros(len(sample.ids))
-        for (start, end), (first, after), same in zip(spans.own_2M.T, spans.teacher_2M.T, spans.same_M, strict=True):
+        for (start, end), (first, after), same in zip(
+            spans.student_2M.T, spans.teacher_2M.T, spans.same_M, strict=True
+        ):
             if same and sample.loss_mask[start]:
                 right[start:end] = 0.5 * (theirs[first:after].sum() - ours[start:end].sum())
                 spans_seen += end - start > 1 or after - first > 1

@@ -31,9 +31,9 @@ class TurnReader:
         bos = getattr(self.tokenizer, "bos_token", None) or ""
         texts = [text, text.removeprefix(bos)]  # the tokenizer adds one that the template may not write
         for one in dict.fromkeys(texts):
-            for found in (_with_system(one, marks), _turns(one, marks.before_user, marks)):
-                if found is not None and self._rendered(found) == one:
-                    return found
+            for turns in (_with_system(one, marks), _turns(one, marks.before_user, marks)):
+                if turns is not None and self._rendered(turns) == one:
+                    return turns
         return None
 
     @cached_property
@@ -51,8 +51,8 @@ class TurnReader:
         """Return what is written before, between and after the texts of turns; None where one of them is left out."""
         rest, parts = self._rendered([{"role": role, "content": content} for role, content in turns]), []
         for _, content in turns:
-            before, found, rest = (rest or "").partition(content)
-            if not found:
+            before, text, rest = (rest or "").partition(content)
+            if not text:
                 return None
             parts.append(before)
         return [*parts, rest or ""]
@@ -68,8 +68,8 @@ def _with_system(text: str, marks: _Marks) -> list[Turn] | None:
     """Return the turns of a text that begins with a system text; None where it does not."""
     if not marks.after_system or not text.startswith(marks.before_system or ""):
         return None
-    system, found, rest = text.removeprefix(marks.before_system or "").partition(marks.after_system)
-    turns = _turns(rest, "", marks) if found else None
+    system, mark, rest = text.removeprefix(marks.before_system or "").partition(marks.after_system)
+    turns = _turns(rest, "", marks) if mark else None
     return None if turns is None else [{"role": "system", "content": system}, *turns]
 
 
@@ -79,11 +79,11 @@ def _turns(text: str, start: str, marks: _Marks) -> list[Turn] | None:
         return None
     rest, turns = text[len(start) : len(text) - len(marks.end)], list[Turn]()
     while True:
-        content, found, rest = rest.partition(marks.before_answer) if marks.before_answer else (rest, "", "")
+        content, mark, rest = rest.partition(marks.before_answer) if marks.before_answer else (rest, "", "")
         turns.append({"role": "user", "content": content})
-        if not found:
+        if not mark:
             return turns
-        content, found, rest = rest.partition(marks.after_answer or "\0")
-        if not found:
+        content, mark, rest = rest.partition(marks.after_answer or "\0")
+        if not mark:
             return None
         turns.append({"role": "assistant", "content": content})

@@ -19,13 +19,13 @@ NOWHERE = -1  # the place of a byte that is not in the student's text
 class Spans(NamedTuple):
     """The stretches of a sequence that tokens of both bound: the first token of each and the one after it."""
 
-    own_2M: Ids
+    student_2M: Ids
     teacher_2M: Ids
     same_M: NDArray[np.bool_]  # whether both read the same text in it
 
-    def after(self, own: int, teacher: int) -> "Spans":
+    def after(self, ours: int, teacher: int) -> "Spans":
         """Return the spans behind so many tokens of either."""
-        return Spans(self.own_2M + own, self.teacher_2M + teacher, self.same_M)
+        return Spans(self.student_2M + ours, self.teacher_2M + teacher, self.same_M)
 
 
 class Alignment(NamedTuple):
@@ -45,13 +45,13 @@ class Aligner:
     def aligned(self, sample: Sample, *, keep: bool) -> Sample:
         """Return a sample with the teacher's tokens; tokens that are not compared are not scored, unless kept."""
         ids, spans = self.alignment(sample)
-        own, theirs = spans.own_2M[0], spans.teacher_2M[0]
+        ours, theirs = spans.student_2M[0], spans.teacher_2M[0]
         # a token is compared where both models have read something before it
-        compared = sample.loss_mask[own] & (own > 0) & (theirs > 0)
-        unread = ~spans.same_M & sample.loss_mask[own]
-        text = TeacherText(ids, theirs[compared], int((spans.own_2M[1] - own)[unread].sum()))
+        compared = sample.loss_mask[ours] & (ours > 0) & (theirs > 0)
+        unread = ~spans.same_M & sample.loss_mask[ours]
+        text = TeacherText(ids, theirs[compared], int((spans.student_2M[1] - ours)[unread].sum()))
         taught = np.zeros_like(sample.loss_mask)
-        taught[own[compared]] = True
+        taught[ours[compared]] = True
         if keep:
             return replace(sample, taught=taught[sample.loss_mask], teacher_text=text)
         return replace(sample, loss_mask=taught, taught=np.ones(len(text.at), np.bool_), teacher_text=text)
@@ -65,19 +65,19 @@ class Aligner:
             number = int(sample.ids[start])
             if self._is_mark(number):
                 theirs = self._as_marks(number)
-                found = _spans([0, 1], [0, len(theirs)], [True]) if len(theirs) else _spans([], [], [])
+                bounded = _spans([0, 1], [0, len(theirs)], [True]) if len(theirs) else _spans([], [], [])
             else:
-                theirs, found = self._text(sample.ids[start:end], first=not read)
+                theirs, bounded = self._text(sample.ids[start:end], first=not read)
                 read = True
             if not length and self.teacher.begins and theirs[:1].tolist() != [self.teacher.roles.begin]:
                 parts.append(np.array([self.teacher.roles.begin]))
                 length = 1
-            spans.append(found.after(start, length))
+            spans.append(bounded.after(start, length))
             parts.append(theirs)
             length += len(theirs)
-        own, teacher, same = (np.concatenate(column, -1) for column in zip(*spans, strict=True))
+        ours, teacher, same = (np.concatenate(column, -1) for column in zip(*spans, strict=True))
         ids = np.concatenate(parts) if length else np.array([self.teacher.roles.text_end or 0])
-        return Alignment(ids, Spans(own, teacher, same))
+        return Alignment(ids, Spans(ours, teacher, same))
 
     def _pieces(self, sample: Sample) -> Iterator[tuple[int, int]]:
         """Yield the ranges of marks, each by itself, and of text between them and between changes of the mask."""
@@ -107,9 +107,9 @@ class Aligner:
         known = np.flatnonzero(placed != NOWHERE)
         # of tokens without a byte the last, which has read the most
         at = np.searchsorted(placed[known], starts, side="right") - 1
-        own = np.flatnonzero((at >= 0) & (placed[known][at] == starts))
-        before = np.append(0, broken.cumsum())[starts[own]]
-        return theirs, _spans(own, known[at[own]], np.diff(before) == 0)
+        ours = np.flatnonzero((at >= 0) & (placed[known][at] == starts))
+        before = np.append(0, broken.cumsum())[starts[ours]]
+        return theirs, _spans(ours, known[at[ours]], np.diff(before) == 0)
 
     def _as_marks(self, number: int) -> Ids:
         """Return the teacher's tokens for a mark of the student: its own by role or name, or the mark as text."""
@@ -144,14 +144,14 @@ class Aligner:
         """The ids of either for the same bytes, and for marks that are one outcome, in the order of the student's."""
         known = self.teacher.id_of
         both = {one: known[content] for content, one in self.student.id_of.items() if content in known} | self.pairs
-        own = sorted(both)
-        return np.array(own, np.int64), np.array([both[number] for number in own], np.int64)
+        ours = sorted(both)
+        return np.array(ours, np.int64), np.array([both[number] for number in ours], np.int64)
 
 
-def _spans(own: list[int] | Ids, teacher: list[int] | Ids, same: list[bool] | NDArray[np.bool_]) -> Spans:
+def _spans(ours: list[int] | Ids, teacher: list[int] | Ids, same: list[bool] | NDArray[np.bool_]) -> Spans:
     """Return the spans between bounds, one more than there are spans."""
-    own, teacher = np.asarray(own, np.int64), np.asarray(teacher, np.int64)
-    return Spans(np.stack([own[:-1], own[1:]]), np.stack([teacher[:-1], teacher[1:]]), np.asarray(same, np.bool_))
+    ours, teacher = np.asarray(ours, np.int64), np.asarray(teacher, np.int64)
+    return Spans(np.stack([ours[:-1], ours[1:]]), np.stack([teacher[:-1], teacher[1:]]), np.asarray(same, np.bool_))
 
 
 def readable(data: bytes) -> tuple[str, Ids, NDArray[np.bool_]]:

@@ -130,8 +130,8 @@ class TeacherLoader:
             require_same_vocabulary(self.tokenizer, teacher, where)
             return None
         aligner = Aligner(TokenBytes(self.tokenizer, "base_model"), TokenBytes(teacher, where))
-        own, theirs = (len(one.bytes_of) + len(one.marks) for one in (aligner.student, aligner.teacher))
-        logger.info("%s: %d tokens are shared, of %d here and %d there", where, len(aligner.shared[0]), own, theirs)
+        ours, theirs = (len(one.bytes_of) + len(one.marks) for one in (aligner.student, aligner.teacher))
+        logger.info("%s: %d tokens are shared, of %d here and %d there", where, len(aligner.shared[0]), ours, theirs)
         return aligner
 
     def _aligner_of_given(self, model: Any) -> Aligner | None:

@@ -33,10 +33,10 @@ def span_gaps(sample: Sample, aligned: Alignment, teacher: Logps, sampler: Logps
     All tokens of a span have its whole log-ratio: it is one action, whose log-prob is the sum of theirs.
     """
     chosen = _chosen(sample, aligned)
-    starts_M, ends_M = aligned.spans.own_2M[:, chosen]
+    starts_M, ends_M = aligned.spans.student_2M[:, chosen]
     ours, theirs = np.zeros(len(sample.ids)), np.zeros(len(aligned.ids))
     ours[sample.loss_mask], theirs[_in_spans(sample, aligned)] = sampler, teacher
-    gap_M = _sums(theirs, aligned.spans.teacher_2M[:, chosen]) - _sums(ours, aligned.spans.own_2M[:, chosen])
+    gap_M = _sums(theirs, aligned.spans.teacher_2M[:, chosen]) - _sums(ours, aligned.spans.student_2M[:, chosen])
     values, shares = np.zeros((2, len(sample.ids)), np.float32)
     for start, end, gap in zip(starts_M.tolist(), ends_M.tolist(), gap_M.tolist(), strict=True):
         values[start:end], shares[start:end] = gap, gap / (end - start)
@@ -45,7 +45,7 @@ def span_gaps(sample: Sample, aligned: Alignment, teacher: Logps, sampler: Logps
 
 def _chosen(sample: Sample, aligned: Alignment) -> NDArray[np.bool_]:
     """Return which spans are of scored text that both read alike, and that something precedes."""
-    (starts_M, _), (teacher_M, ends_M) = aligned.spans.own_2M, aligned.spans.teacher_2M
+    (starts_M, _), (teacher_M, ends_M) = aligned.spans.student_2M, aligned.spans.teacher_2M
     return sample.loss_mask[starts_M] & aligned.spans.same_M & (starts_M > 0) & (teacher_M > 0) & (ends_M > teacher_M)
 
 

@@ -122,8 +122,10 @@ class TokenBytes:
         except (TemplateError, ValueError):
             return ends
         # the longest, where one mark is the beginning of another
-        found = max((mark for mark in self.marks.items() if after.startswith(mark[1])), key=_mark_length, default=None)
-        return ends if found is None else found[0]
+        longest = max(
+            (mark for mark in self.marks.items() if after.startswith(mark[1])), key=_mark_length, default=None
+        )
+        return ends if longest is None else longest[0]
 
 
 def _mark_length(mark: tuple[int, str]) -> int:
