@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from made_runs import write_config, write_model, write_online
 from upweight.cli.app import app
-from upweight.cli.fits import run
+from upweight.cli.fits import near_size, run
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.models.memory import GIB
@@ -176,7 +176,7 @@ def test_a_size_is_enough(capsys):
 NAMES = {"all": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 
 
-@pytest.mark.parametrize("size", ["0.5B", "3B", "8B", "14B", "32B"])
+@pytest.mark.parametrize("size", ["0.5B", "1B", "1.5B", "3B", "7B", "8B", "14B", "32B"])
 def test_what_the_table_of_sizes_in_the_docs_promises_fits(size, capsys):
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith(f"| {size} |"))
@@ -185,3 +185,8 @@ def test_what_the_table_of_sizes_in_the_docs_promises_fits(size, capsys):
         rows = [row.replace("*", " ").split() for row in capsys.readouterr().out.splitlines()[3:-1]]
         fitting = {f"{NAMES[row[0]]}, `{row[1]}`" for row in rows if row[-2] == "yes"}
         assert cell in fitting if cell != "no" else not fitting
+
+
+def test_the_size_in_a_models_name_is_the_one_to_ask_for():
+    names = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B-Instruct", "Qwen3-30B-A3B", "mine", "google/gemma-2-9b-it")
+    assert [near_size(name) for name in names] == ["1B", "7B", "32B", "7B", "8B"]

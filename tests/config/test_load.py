@@ -77,6 +77,7 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
         ({"rl": "DR-GRPO"}, "Write 'rl: grpo' with 'trl: {loss_type: dr_grpo}'."),
         ({"rl": "sft"}, "Leave 'rl' out"),
         ({"lr": "dpo"}, "lr: unknown key. Did you mean 'rl'?"),
+        ({"bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type: an option of bitsandbytes: write it under `bnb_config"),
         ({"lora_rank": 8}, "lora_rank: unknown key. Did you mean 'lora_r'?"),
         ({"rl": "reward_trainer"}, "rl: expected one of"),
         ({"bf16": "maybe"}, "bf16: expected true or false or auto, got 'maybe'."),
@@ -179,6 +180,8 @@ def test_older_spellings_are_mapped_and_noted():
 
 
 def test_a_value_of_another_trainer_is_named_as_it_was_written():
+    (notice,) = parse({"torch_compile": "auto"}, fragment=True).notices
+    assert notice.startswith("torch_compile: 'auto' compiles attention and head")
     (notice,) = parse({"gradient_checkpointing": "unsloth"}, fragment=True).notices
     assert notice == "gradient_checkpointing: 'unsloth' is called 'activation_offloading: true' here"
 

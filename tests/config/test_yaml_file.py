@@ -43,6 +43,7 @@ def test_exponents_are_numbers(tmp_path, text, value):
         ("a: !!bool maybe\n", "does not fit its kind"),
         ("a: !!timestamp x\n", "does not fit its kind"),
         ("a:\n\tb: 1\n", "indent with spaces"),
+        ("a:\n  - b: 1\n   c: 2\n", "begin in the same column"),
         ("a: {{ model }}\n", "in quotes"),
         ("a: 1\n---\nb: 2\n", "one document"),
         ("- 1\n", "must be a mapping of keys to values, not a list."),

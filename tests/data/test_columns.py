@@ -104,6 +104,7 @@ def test_rows_that_a_format_reads_have_the_columns_it_needs_and_no_others_do(kin
         ({"path": "data/*.jsonl"}, "data_files: no file matches 'data/*.jsonl'"),
         ({"path": "json", "data_files": "gone.jsonl"}, "data_files: no file matches 'gone.jsonl'"),
         ({"path": "rows.jsonl", "type": "chat_template"}, "'type: chat_template' needs a column messages or conv"),
+        ({"path": "rows.jsonl", "type": "alpaca"}, "In its place: `type: {field_instruction: question, field_output:"),
         ({"path": "rows.jsonl", "type": {"field_instruction": "questoin"}},
          "'questoin' (field_instruction) and 'output' (field_output) of `type`: there is no such column, but "
          "question, answer. Did you mean 'question'?"),

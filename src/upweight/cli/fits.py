@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import log
 from pathlib import Path
 
 import torch
@@ -65,11 +66,19 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
             remedy = (
                 "The weights are not needed here: `upweight fits FOLDER` reads a folder with the model's config.json"
             )
-            raise UserError(f"{error}. {remedy}, and `upweight fits 7B` a shape of that size.") from error
+            size = near_size(str(config.model.base_model))
+            raise UserError(f"{error}. {remedy}, and `upweight fits {size}` a shape of that size.") from error
     if name is not None:
         print(f"{target} is counted with the shape of {name}")
     print("\n".join(lines))
     return int(not is_fitting)
+
+
+def near_size(name: str) -> str:
+    """Return the known size that is nearest to the one in a model's name; 7B for a name without one."""
+    named = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)B(?![A-Za-z])", name, re.IGNORECASE)
+    weights = float(named[1]) if named else 0.0
+    return min(SIZES, key=lambda size: abs(log(float(size[:-1]) / weights))) if weights else "7B"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ HINTS = {
     "found character '\\t'": "indent with spaces",
     "mapping values are not allowed here": "indent this line as its neighbours, or put a text with ': ' in quotes",
     "found unhashable key": "put a text that contains '{' in quotes",
+    "expected <block end>": "keys of one mapping begin in the same column, dashes of one list too: indent as above",
     "but found another document": "a config is one document: remove the line '---'",
 }
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,8 @@ def enable_checkpointing(
     `keep`: the share of the free memory that kept activations may take, on any device; None: the usual one of a GPU.
     """
     base = unwrap_peft(model)
+    if reentrant:  # forwards without gradients, those of a reference, say so although nothing is lost
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer, keep)
     # The outputs of frozen embeddings then need gradients, or adapters get none.

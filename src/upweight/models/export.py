@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from upweight.models.processor import save_processor
 from upweight.models.shards import any_sharded, gathered_weights
 
 
+@contextmanager
+def quiet_saving() -> Iterator[None]:
+    """Leave out what PEFT warns of at every save: offline or beside a GGUF file, and of adapted or grown embeddings."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Could not find a config file in|Setting `save_embedding_layers`")
+        yield
+
+
 def save_model(
     model: PreTrainedModel | PeftModel,
     folder: Path | str,
@@ -29,10 +38,7 @@ def save_model(
 ) -> None:
     """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer."""
     if isinstance(model, PeftModel):
-        with (
-            warnings.catch_warnings()
-        ):  # PEFT's at every save: offline or beside a GGUF file, and of adapted embeddings
-            warnings.filterwarnings("ignore", "Could not find a config file in|Setting `save_embedding_layers`")
+        with quiet_saving():
             model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
     else:
         weights = computed_weights(model, state_dict or model.state_dict(), dtype)

@@ -21,7 +21,7 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
-from upweight.models.export import save_model
+from upweight.models.export import quiet_saving, save_model
 from upweight.models.hub import hub_errors
 from upweight.models.memory import out_of_memory
 from upweight.models.precision import Sharding
@@ -352,7 +352,8 @@ class MethodTrainer(Trainer):
                 (folder / WHOLE).unlink(missing_ok=True)  # marked again once every file is written
                 folder.mkdir(parents=True, exist_ok=True)  # the Trainer checks next that it exists
                 save_processor(self.processing_class, str(folder))  # of which the Trainer saves the tokenizer alone
-            super().save_model(output_dir, _internal_call)
+            with quiet_saving():
+                super().save_model(output_dir, _internal_call)
             return
         self._optimizer_mode("eval")
         weights = None

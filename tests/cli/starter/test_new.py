@@ -142,6 +142,13 @@ def test_a_file_of_rows_in_another_place_is_answered_with_new(tmp_path, wrong):
     assert (done.returncode, "`upweight new mine.csv`" in done.stderr) == (2, True)
 
 
+def test_a_size_is_no_model(tmp_path):
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    done = upweight("new", "mine.csv", "--model", "1.5B", "--output", "my.yaml", "--memory", "8", folder=tmp_path)
+    assert (done.returncode, "`upweight fits 1.5B --memory 8`" in done.stderr) == (2, True)
+    assert not (tmp_path / "my.yaml").exists()
+
+
 def test_prompts_get_a_reward_to_change(tmp_path, model):
     rows = [{"prompt": f"Say {n}."} for n in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -66,6 +66,9 @@ def new(
     from upweight.cli.starter.init import MODEL
 
     model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
+    if re.fullmatch(r"\d+(\.\d+)?B", model, re.IGNORECASE) and not Path(model).exists():
+        problem = f"--model {model}: is a size, and a config needs a model: a hub id or a folder, such as {MODEL}"
+        raise UserError(f"{problem}. `upweight fits {model} --memory {memory or 8:g}` says what fits for a size.")
     plan = Plan(table, method, model, gpu=memory)
     _map_columns(plan, winner)
     plan.notes += _unread_notes(plan)
@@ -206,7 +209,10 @@ def _fit_model(plan: Plan, output: Path) -> None:
     except UserError as error:
         plan.notes.append(f"lengths and memory are not checked: {error}")
         if plan.gpu is not None:
-            plan.notes.append(f"memory: `upweight fits 7B --memory {plan.gpu:g}` says what fits, for the size you name")
+            from upweight.cli.fits import near_size
+
+            size = near_size(plan.model)
+            plan.notes.append(f"memory: `upweight fits {size} --memory {plan.gpu:g}` says what fits of that size")
         _guess_chat(plan)
         return
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):

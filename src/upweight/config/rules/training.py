@@ -203,7 +203,10 @@ def shards(config: Config) -> Iterator[str]:
     if config.model.fp16:
         yield "fp16: sharded weights are computed in bfloat16 or float32; use 'bf16: true'."
     if optim.activation_offloading:
-        yield "activation_offloading: gathered weights would be taken for activations; drop it, or fsdp and deepspeed."
+        yield (
+            "activation_offloading: gathered weights would be taken for activations; drop it, or fsdp and deepspeed "
+            "(`gradient_checkpointing: unsloth` and `offload` set it too: write `true`)."
+        )
     if optim.reference_offloading:
         yield "reference_offloading: is for a copy of weights whole on one device; drop it, or fsdp and deepspeed."
     if zero and config.method.reference_sync is not None:

@@ -138,7 +138,9 @@ class OptimSection(Section):
         None,
         "Most tokens whose logits exist at a time. When left out, the kind of device decides.",
     )
-    torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
+    torch_compile: bool = setting(
+        "torch_compile", False, "Refused: attention and head are compiled anyway, layers never."
+    )
     empty_cache_steps: PositiveInt | None = setting(
         "torch_empty_cache_steps", None, "Steps between two clearings of the GPU's memory cache."
     )

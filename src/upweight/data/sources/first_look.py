@@ -46,6 +46,8 @@ NEEDED: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "steps": {"stepwise_supervised": (("completions", "input_ids"), ("labels",))},
 }  # fmt: skip
 
+MOST_READERS = 4  # formats that a message names
+
 
 def data_problems(config: Config) -> Iterator[str]:
     """Yield what would stop the data of a config from being read, by the names of files and their first rows."""
@@ -118,9 +120,21 @@ def missing_columns(kind: str, entry: DatasetSpec, row: Mapping[str, Any]) -> st
     for group in NEEDED.get(kind, {}).get(entry.type, ()):
         columns = [renamed[group[0]] or ""] if renamed.get(group[0]) else group
         if not any(_has(row, column) for column in columns):
-            near = did_you_mean(columns[0], row)
-            return f"'type: {entry.type}' needs a column {' or '.join(columns)}, and there are {', '.join(row)}.{near}"
+            wanted = f"'type: {entry.type}' needs a column {' or '.join(columns)}, and there are {', '.join(row)}."
+            return f"{wanted}{did_you_mean(columns[0], row) or _readers(kind, row)}"
     return None
+
+
+def _readers(kind: str, row: Mapping[str, Any]) -> str:
+    """Return the remedy for a row that a `type` cannot read: formats that read its columns, or keys that map them."""
+    if not misses_columns(kind, row):
+        return " Without a `type` they are read as they are."
+    groups = NEEDED.get(kind, {}).items()
+    fitting = [name for name, needed in groups if all(any(column in row for column in group) for group in needed)]
+    if readers := [f"'type: {name}'" for name in fitting if not name.endswith(".default")]:
+        return f" They are read by {' or '.join(readers[:MOST_READERS])}."
+    mapping = mapping_advice(kind, row)
+    return f" In its place: {mapping}" if mapping else " `type` maps columns of other names (upweight docs formats)."
 
 
 def _gone(fields: Mapping[str, str], row: Mapping[str, Any]) -> str | None:

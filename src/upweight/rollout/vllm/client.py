@@ -97,7 +97,8 @@ class VllmClient:
                     raise UserError(f"{self.url} is no vLLM server: /health answers {error}") from None
                 except RequestFailed as error:
                     if not retry.attempts:
-                        logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
+                        remedy = "if none runs: `upweight vllm-serve CONFIG` in another terminal"
+                        logger.info("waiting for a vLLM server at %s, up to %.0f s; %s", self.url, self.timeout, remedy)
                     await retry.wait_or_raise(error)
 
     async def retry_until_answered(

@@ -130,7 +130,7 @@ function optionsOf(chart, lines, width, verdicts, told) {
     scales: { x: { time: false, range: (plot, low, high) => rangeOfSteps(low, high) }, y: { range: rangeOf(chart) } },
     axes: [
       { ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? show(step) : "")) },
-      { ...axis, size: 52, values: (plot, splits) => tickLabels(splits) },
+      { ...axis, size: 60, values: (plot, splits) => tickLabels(splits) },
     ],
     series: [{}, ...lines.map((line) => seriesOf(line, line.steps.length))],
     bands,
