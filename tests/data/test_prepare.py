@@ -304,6 +304,13 @@ def test_rows_whose_words_say_nothing_are_left_out_and_counted(run, caplog):
         run(rows[1:], datasets=[{"path": "rows.jsonl", "type": {**form, "winner_values": {"A": "a", "C": "b"}}}])
 
 
+def test_a_template_that_writes_nothing_is_named(run):
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    keys = {"rl": None, "chat_template_jinja": "{% for m in messages %}{{ m.text }}{% endfor %}"}
+    with pytest.raises(UserError, match="The row has messages: they are empty, or `chat_template` writes none"):
+        run(rows, datasets=[{"path": "rows.jsonl", "type": "chat_template"}], **keys)
+
+
 def test_a_bad_row_of_a_table_is_named(run, tmp_path):
     datasets.Dataset.from_list([pair(1), {**pair(2), "chosen": None}]).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"datasets\[0\] \(rows.parquet\), row 1, 'chosen': expected text"):

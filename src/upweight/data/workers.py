@@ -276,6 +276,10 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         keep = f"def keep(row): return bool(row[{name!r}])"
         remedy = f"`filter: filters.keep` in the entry leaves such rows out, with `{keep}` in filters.py"
         columns = f". Its {name!r} is empty: {remedy}"
+    elif isinstance(content, Mapping) and key == "row":
+        columns = (
+            f". The row has {', '.join(map(str, content))}: they are empty, or `chat_template` writes none of them"
+        )
     elif isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"

@@ -16,7 +16,7 @@ RECHECK_GROWTH = 2  # a row is checked again when it is this many times longer t
 MAX_GRADIENT_CHECK = 1024  # longest unit, in tokens, whose gradients are checked
 LATER = (
     "They agreed in the first step, so training has most likely ruined the weights since: lower `learning_rate` and "
-    "start again (`upweight doctor RUN` judges it). If it is usual, longer sequences are what differs. "
+    "start again (`upweight doctor RUN` judges it). If it is usual already, longer sequences are at fault: "
 )
 EXCERPT_TOKENS = 256  # of a sample checked under context parallelism, where a whole one may not fit a rank
 
@@ -64,7 +64,7 @@ class RowCheck:
             checks.append(check_first_gradients(engine, plain, packer.batch(short[:1]), self.dtype))
         worst = torch.tensor(all_gather_objects([check.difference for check in checks])).amax(0)
         for check, difference in zip(checks, worst.tolist(), strict=True):
-            advice = LATER + check.advice if self.agreed else check.advice
+            advice = LATER + check.advice[:1].lower() + check.advice[1:] if self.agreed else check.advice
             dataclasses.replace(check, difference=difference, advice=advice).require()
         self.agreed = True
 
