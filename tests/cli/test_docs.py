@@ -30,7 +30,7 @@ def test_pages_are_listed_printed_and_searched():
 
 def test_a_page_that_is_not_there():
     with pytest.raises(UserError, match=r"no page 'gropo'. Did you mean 'grpo'"):
-        docs.docs("gropo")
+        docs.docs(["gropo"])
     with pytest.raises(UserError, match="no page holds 'xyzzy'"):
         docs.docs(search="xyzzy")
 
@@ -41,7 +41,14 @@ def test_a_word_that_is_no_page_is_searched_for():
     assert lines[1].startswith("troubleshooting (")
     assert "trl.max_completion_length" in lines[1]
     with pytest.raises(UserError, match=r"no page 'xyzzy'.*`upweight docs --search WORDS` searches them all"):
-        docs.docs("xyzzy")
+        docs.docs(["xyzzy"])
+
+
+def test_a_page_is_found_in_any_case_and_by_its_beginning():
+    assert printed("GRPO") == printed("grpo")
+    assert printed("trouble").startswith("# Troubleshooting")
+    assert printed("disk", "full") == printed("disk full")
+    assert max(map(len, printed("NaN").splitlines())) <= docs.LONGEST + 100
 
 
 def test_words_are_searched_in_any_order_and_remedies_come_first():

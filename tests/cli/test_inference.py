@@ -128,5 +128,10 @@ def test_what_is_wrong_is_said(model, tmp_path):
     ):
         with pytest.raises(UserError, match=said.replace("(", r"\(")):
             inference(model, *options, given=given)
+    above = tmp_path / "above"
+    (above / "out").mkdir(parents=True)
+    (above / "out" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=f"nor the folder of a run.*Here are: {above / 'out'}"):
+        inference(above, "--prompt", "a")
     with pytest.raises(UserError, match="there is no such config, run or model folder"):
         inference("./nowhere", "--prompt", "a")

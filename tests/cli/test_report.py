@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from made_reports import write_run
 from upweight.cli.app import app
-from upweight.cli.report import run_watch
+from upweight.cli.report import run_watch, watch_text
 from upweight.errors import UserError
 
 
@@ -26,7 +26,13 @@ def test_a_run_by_its_folder_or_its_config(tmp_path):
 
 def test_what_is_no_run_is_said(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    for place, reason in ((tmp_path / "rows.jsonl", "name a run's folder"), (tmp_path / "absent", "no such run")):
+    write_run(tmp_path / "mine" / "out")
+    above = tmp_path / "mine", f"nor the folder of a run.*Here are: {tmp_path / 'mine' / 'out'}"
+    with pytest.raises(UserError, match=above[1]):
+        watch_text([above[0]])
+    for place, reason in (
+        (tmp_path / "rows.jsonl", "name a run's folder"), (tmp_path / "absent", "no such run"), above
+    ):  # fmt: skip
         with pytest.raises(UserError, match=reason):
             report(place)
 

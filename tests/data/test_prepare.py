@@ -263,6 +263,13 @@ def test_empty_answers_are_counted_and_the_first_is_named(run, tmp_path, caplog)
         assert "datasets[0] (rows.csv), row 1: the answer is empty; so are those of 2 rows in all" in caplog.text
 
 
+def test_pairs_of_one_answer_twice_are_counted_and_the_first_is_named(run, caplog):
+    rows = [pair(1), {**pair(2), "rejected": "good 2"}, pair(3), {**pair(4), "chosen": "bad"}]
+    assert "2 whose two answers are the same" in run(rows).report.lines()[0]
+    assert "row 1 (rows.jsonl:2): the chosen and the rejected answer are the same" in caplog.text
+    assert "so are those of 2 rows in all" in caplog.text
+
+
 def test_one_empty_answer_is_counted_as_one(run, tmp_path, caplog):
     datasets.Dataset.from_list([pair(1), {**pair(2), "rejected": ""}]).to_csv(tmp_path / "rows.csv")
     run(datasets=[{"path": "rows.csv", "as_messages": True}], chat_template="chatml")
@@ -295,6 +302,13 @@ def test_rows_whose_words_say_nothing_are_left_out_and_counted(run, caplog):
     assert "row 1" in caplog.text  # the first one with an empty answer
     with pytest.raises(UserError, match=r"row 1 .*'w': expected 'A', 'C', got 'B'; `winner_values`"):
         run(rows[1:], datasets=[{"path": "rows.jsonl", "type": {**form, "winner_values": {"A": "a", "C": "b"}}}])
+
+
+def test_a_template_that_writes_nothing_is_named(run):
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    keys = {"rl": None, "chat_template_jinja": "{% for m in messages %}{{ m.text }}{% endfor %}"}
+    with pytest.raises(UserError, match="The row has messages: they are empty, or `chat_template` writes none"):
+        run(rows, datasets=[{"path": "rows.jsonl", "type": "chat_template"}], **keys)
 
 
 def test_a_bad_row_of_a_table_is_named(run, tmp_path):

@@ -77,6 +77,12 @@ def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_fo
     assert "256 positions" in too_long.says
 
 
+def test_a_model_that_is_not_there_is_told_once(tmp_path):
+    checked = found(write_online(tmp_path, "nobody/nothing"))
+    assert (checked["memory"].level, checked["data"].level) == ("alarm", "note")
+    assert checked["data"].says == "not checked, for the same cause as memory"
+
+
 def test_a_model_that_is_too_large_is_told_before_it_is_loaded(tmp_path):
     large = write_model(tmp_path / "large")
     config = json.loads((large / "config.json").read_text())

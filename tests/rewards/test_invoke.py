@@ -34,7 +34,7 @@ def test_arrays_and_tensors_are_taken():
         ([1.0], "returned 1"),
         ([1.0, 2.0, 3.0], "returned 3"),
         (1.0, "returned a float"),
-        (None, "returned a NoneType"),
+        (None, "returned a NoneType: does it end without a `return`?"),
         ("ab", "returned a str"),
         ({"a": 1, "b": 2}, "returned a dict"),
         ([1.0, "2"], "value 1 is a str: '2'"),

@@ -175,6 +175,33 @@ def test_rows_are_proven_again_once_they_are_much_longer(tmp_path):
     assert found == [True, False, True, True, True, False]
 
 
+def test_a_first_step_whose_pairs_are_one_answer_twice_is_no_fault(tmp_path):
+    trainer = trainer_for(DPO(), tmp_path)
+    rng = np.random.default_rng(0)
+    one, other = (Sample(rng.integers(3, 60, 8), np.arange(8) > 1) for _ in range(2))
+    head = trainer.model.get_output_embeddings().weight  # at 0 and frozen, no weight below it gets a gradient
+    trainer.model.get_output_embeddings().weight = torch.nn.Parameter(torch.zeros_like(head), requires_grad=False)
+    trainer.runner.train(trainer.model, [Unit((one, one)), Unit((other, other))])
+    trainer.runner.row_check.checked = None
+    with pytest.raises(UserError, match="without a gradient"):
+        trainer.runner.train(trainer.model, [Unit((one, one)), Unit((one, other))])
+
+
+def test_weights_that_differ_only_later_are_said_to_be_ruined(tmp_path):
+    trainer = trainer_for(SFT(), tmp_path)
+    rng = np.random.default_rng(0)
+
+    def step(length):
+        trainer.runner.train(trainer.model, [Unit((Sample(rng.integers(3, 60, length), np.arange(length) > 1),))])
+
+    step(8)
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            weight.fill_(float("nan"))
+    with pytest.raises(UserError, match=r"agreed in the first step.*lower `learning_rate`"):
+        step(32)
+
+
 class CountsOtherwise(SFT):
     """Counts by another name than its loss is summed by."""
 

@@ -3,6 +3,7 @@
 import pydoc
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +15,20 @@ PACKAGE = Path(__file__).parents[1]
 # In a wheel the pages lie in the package (pyproject.toml puts them there), in a checkout beside `src`.
 PLACES = (PACKAGE / "documentation", PACKAGE.parents[1] / "docs")
 FIRST = "troubleshooting"  # in a search, which is most often for a remedy
+LONGEST = 400  # characters of a line that a search prints
 LAST = ("api", "config", "design", "differences", "peers", "results")  # long lists, and what few look for
 
 
 def docs(
-    page: Annotated[
-        str | None, typer.Argument(help="Name of a page, or a word to search for; default: list the pages.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[page]", help="Name of a page, or words to search for; default: list the pages."),
     ] = None,
     search: Annotated[str | None, typer.Option("--search", help="Print the lines that hold these words.")] = None,
 ) -> None:
     """Print a page of the documentation, list the pages, or search them."""
     pages = _pages()
+    page = _spelt(" ".join(words), pages) if words else None
     if search is not None:
         lines = _lines_with(pages if page is None else {page: _page(page, pages)}, search)
         if not lines:
@@ -55,6 +59,13 @@ def _name(page: str) -> str:
     return page.removeprefix("docs/").removesuffix(".md")  # as other pages and messages may write it
 
 
+def _spelt(page: str, pages: Iterable[str]) -> str:
+    """Return the page that is meant where only the case differs or one page alone begins so."""
+    name = _name(page).lower()
+    begin = [one for one in pages if one.lower().startswith(name)]
+    return next((one for one in pages if one.lower() == name), begin[0] if len(begin) == 1 and len(name) > 3 else page)
+
+
 def _page(name: str, pages: dict[str, Path]) -> Path:
     if _name(name) not in pages:
         there = f"There are: {', '.join(pages)}. `upweight docs --search WORDS` searches them all"
@@ -67,6 +78,14 @@ def _title(file: Path) -> str:
         return next((line.strip("# \n") for line in lines if line.startswith("# ")), "")
 
 
+def _around(line: str, words: Sequence[re.Pattern[str]]) -> str:
+    """Return a line, or of a long one the part around the first word that it holds."""
+    found = min((match.start() for word in words if (match := word.search(line.lower()))), default=0)
+    start = 0 if len(line) <= LONGEST else max(0, found - LONGEST // 2)
+    part = line[start : start + LONGEST]
+    return f"{'... ' if start else ''}{part}{' ...' if start + LONGEST < len(line) else ''}"
+
+
 def _lines_with(pages: dict[str, Path], text: str) -> list[str]:
     """Return the lines that hold all words of a text, or the most where none holds all, after page and heading."""
     words = [re.compile(r"(?<![a-z])" + re.escape(word)) for word in text.lower().split()]
@@ -76,7 +95,7 @@ def _lines_with(pages: dict[str, Path], text: str) -> list[str]:
         for line in pages[name].read_text(encoding="utf-8").splitlines():
             heading = line.strip("# ") if line.startswith("#") else heading
             held = sum(word.search(line.lower()) is not None for word in words)
-            lines.append((name, held, f"{name} ({heading}): {line.strip()}"))
+            lines.append((name, held, f"{name} ({heading}): {_around(line.strip(), words)}"))
     # Symptoms have many names: of the first page the nearest lines are of use, though other pages have every word.
     nearest = max((held for name, held, _ in lines if name == FIRST), default=0)
     most = max((held for _, held, _ in lines), default=0)

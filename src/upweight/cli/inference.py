@@ -5,7 +5,6 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +18,14 @@ from upweight.log import quiet_transformers
 from upweight.types import ImageRef, Sampling
 
 AT_ONCE = 64  # rows between two writes
-print_text = partial(print, end="", flush=True)
+
+
+def print_text(text: str) -> None:
+    """Print a piece of a completion; a terminal gets no control characters, which would move it or ring its bell."""
+    shown = text
+    if sys.stdout.isatty():
+        shown = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    print(shown, end="", flush=True)
 
 
 def run_score(target: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
@@ -102,7 +108,7 @@ def run_inference(
         print()
     else:
         for number, completion in enumerate(generator(prompts, drawn, count)[0], 1):
-            print(f"--- {number} of {count}\n{completion.text}")
+            print_text(f"--- {number} of {count}\n{completion.text}\n")
 
 
 def _refuse_prompt_among(overrides: list[str]) -> None:

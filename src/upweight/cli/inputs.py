@@ -15,7 +15,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.runs.files import RECORD, no_such_run, read_json
+from upweight.runs.files import RECORD, holds_run, no_run_in, no_such_run, read_json
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -110,6 +110,8 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
     from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
 
     refuse_damaged(path)
+    if path.is_dir() and not any(path.glob("*.json")) and any(holds_run(one) for one in path.iterdir()):
+        raise UserError(no_run_in(path))
     if merge_is_stale(path):
         warn_once(f"{path} was merged from an earlier adapter: make it anew with `upweight merge-lora`")
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)

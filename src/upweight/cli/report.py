@@ -13,7 +13,7 @@ import typer
 
 from upweight.cli.arguments import Runs
 from upweight.errors import UserError
-from upweight.runs.files import no_such_run
+from upweight.runs.files import holds_run, no_run_in, no_such_run
 
 EVERY_SECONDS = 2.0  # between two looks at a run
 CLEAR = "\x1b[2J\x1b[H"  # empties the terminal
@@ -55,11 +55,12 @@ def watch_text(runs: Sequence[Path]) -> None:
 
     folders, live = [run_folder(run) for run in runs], sys.stdout.isatty()
     missing = [no_such_run(folder) for folder in folders if not folder.exists()]
+    missing += [no_run_in(folder) for folder in folders if folder.exists() and not holds_run(folder)]
     if missing and not live:
         raise UserError("\n".join(missing))
     if missing:
         print("\n".join([*missing, "It is shown once it begins; Ctrl-C ends."]), file=sys.stderr, flush=True)
-        while not any(folder.exists() for folder in folders):
+        while not any(holds_run(folder) for folder in folders):
             time.sleep(EVERY_SECONDS)
     reader = PageReader(folders)
     with contextlib.suppress(KeyboardInterrupt):

@@ -24,11 +24,11 @@ from upweight.data.chat_rows import has_plain_prompts, warn_of_plain_prompts
 from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import Record
-from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure, warn_of_empty_parts
+from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure, warn_of_odd_rows
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
 from upweight.data.workers import (
-    EMPTY,
+    ODD,
     Chunk,
     EncodeJob,
     encode_all,
@@ -167,7 +167,7 @@ def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], 
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
         cache.write_folder(folder, lambda target: _write_prepared(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
-    warn_of_empty_parts(prepared.report, EMPTY)
+    warn_of_odd_rows(prepared.report, ODD)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
         require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().location(0)}")
@@ -259,8 +259,8 @@ class _Builder:
         rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
-        for name, row in chunk.empty.items():
-            part.empty.setdefault(name, self.jobs[chunk.job].rows.location(row))
+        for name, row in chunk.odd.items():
+            part.odd.setdefault(name, self.jobs[chunk.job].rows.location(row))
         self.column_names |= chunk.column_names
         if chunk.digests:
             fresh: list[bool] = []

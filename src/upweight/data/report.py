@@ -12,6 +12,11 @@ from upweight.log import logger
 
 PERCENTILES = (50, 90, 95, 99)
 ROUNDING = 64  # suggested lengths are multiples of this
+SAID = {
+    "prompt": "the prompt is empty",
+    "answer": "the answer is empty",
+    "pair": "the chosen and the rejected answer are the same, which tells nothing of what is better",
+}
 
 
 @dataclass
@@ -24,7 +29,7 @@ class EntryCounts:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
     notes: Counter[str] = field(default_factory=Counter)  # change made to records that were kept -> records
-    empty: dict[str, str] = field(default_factory=dict)  # prompt or answer -> place of the first row without it
+    odd: dict[str, str] = field(default_factory=dict)  # what is odd (`SAID`) -> place of the first row that is
 
 
 @dataclass
@@ -74,15 +79,15 @@ class PrepareReport:
         )
 
 
-def warn_of_empty_parts(report: PrepareReport, notes: Mapping[str, str]) -> None:
-    """Warn of rows whose prompt or answer is empty, with the first of them; `notes` has the note that counts each."""
+def warn_of_odd_rows(report: PrepareReport, notes: Mapping[str, str]) -> None:
+    """Warn of rows that are kept and teach little, with the first of them; `notes` has the note that counts each."""
     for counts in report.parts:
         in_config = counts.where.startswith(("datasets", "test_datasets"))
         remedy = f"`filter` {'in the entry' if in_config else 'of the dataset'} leaves rows out"
-        for part, place in counts.empty.items():
-            rows = counts.notes[notes[part]]
+        for odd, place in counts.odd.items():
+            rows = counts.notes[notes[odd]]
             others = f"; so are those of {rows:,} rows in all, and they are kept" if rows > 1 else "; the row is kept"
-            logger.warning("%s, %s: the %s is empty%s. %s", counts.where, place, part, others, remedy)
+            logger.warning("%s, %s: %s%s. %s", counts.where, place, SAID[odd], others, remedy)
 
 
 REPORT_JSON = TypeAdapter(PrepareReport)  # to and from JSON values

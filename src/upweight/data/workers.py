@@ -36,7 +36,10 @@ WORTH_FORKING = 20_000  # rows below which more processes cost more than they br
 MOST_PROCESSES = 16
 LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
-EMPTY = {part: f"left with an empty {part}" for part in ("prompt", "answer")}
+ODD = {
+    **{part: f"left with an empty {part}" for part in ("prompt", "answer")},
+    "pair": "whose two answers are the same",
+}  # what is counted of rows that are kept
 OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
 # Keys of an entry that name a column.
@@ -107,7 +110,7 @@ class Chunk:
     signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
     notes: Counter[str]
-    empty: dict[str, int]  # prompt or answer -> the first row of the job in which it is empty
+    odd: dict[str, int]  # a name in `ODD` -> the first row of the job that it is counted of
 
 
 def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
@@ -172,12 +175,12 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     users += job.encoder.setup.form.leaving_out()
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
-    empty: dict[str, int] = {}
+    odd: dict[str, int] = {}
     judged = rows if job.encoder.transform is None else ()  # a transform writes the texts that are read
     for row, content in enumerate(judged, start):
         for part in empty_parts(job.encoder.setup, Row(content)) if encoded[row - start] else ():
-            notes[EMPTY[part]] += 1
-            empty.setdefault(part, row)
+            notes[ODD[part]] += 1
+            odd.setdefault(part, row)
     signature_RH, contaminated = _compared(job, rows)
     for row, records in enumerate(encoded, start):
         if records and row - start in contaminated:
@@ -190,6 +193,9 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
             if reason is not None:
                 (dropped if bounded is None else notes)[reason] += 1
             if bounded is not None:
+                if (chosen := bounded.columns.get("chosen_ids")) and chosen == bounded.columns["rejected_ids"]:
+                    notes[ODD["pair"]] += 1
+                    odd.setdefault("pair", row)
                 kept.append(bounded.columns)
                 origin.append((row, number))
     schema = schema_of(method, images=job.encoder.setup.images is not None)
@@ -203,7 +209,7 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     rank = job.encoder.setup.data.curriculum_column
     ranks = [_rank(job, row, rows[row - start], rank) for row, _ in origin] if rank and not job.evaluation else []
     of_records = (batch, origin_N2, length_M3, names, ranks, digests, signature_NH)
-    return Chunk(job_number, stop - start, *of_records, dropped, notes, empty)
+    return Chunk(job_number, stop - start, *of_records, dropped, notes, odd)
 
 
 def _rank(job: EncodeJob, number: int, row: Any, column: str) -> float:
@@ -270,6 +276,10 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         keep = f"def keep(row): return bool(row[{name!r}])"
         remedy = f"`filter: filters.keep` in the entry leaves such rows out, with `{keep}` in filters.py"
         columns = f". Its {name!r} is empty: {remedy}"
+    elif isinstance(content, Mapping) and key == "row":
+        columns = (
+            f". The row has {', '.join(map(str, content))}: they are empty, or `chat_template` writes none of them"
+        )
     elif isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"

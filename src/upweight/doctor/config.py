@@ -62,7 +62,14 @@ def check_config(config: Config) -> list[Finding]:
         try:
             findings += check(state)
         except UserError as error:
-            findings.append(Finding("alarm", check.__name__.removeprefix("_"), str(error).removesuffix(".")))
+            what, says = check.__name__.removeprefix("_"), str(error).removesuffix(".")
+            cause = says.partition(f"{state.config.model.base_model!r}: ")[2]
+            told = next((one.what for one in findings if cause and one.says.endswith(cause)), None)
+            findings.append(
+                Finding("note", what, f"not checked, for the same cause as {told}")
+                if told
+                else Finding("alarm", what, says)
+            )
     return findings
 
 

@@ -30,6 +30,12 @@ def unwritable_reason(folder: Path) -> str | None:
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
 
 
+def holds_run(folder: Path) -> bool:
+    """Return whether a run has written into a folder, or a stage of it into one below."""
+    folders = (folder, *folder.glob("stage-*"))
+    return any((one / name).is_file() for one in folders for name in (METRICS, RECORD))
+
+
 def no_such_run(path: Path, what: str = "run") -> str:
     """Return the message about a folder that is not there, with the names of runs and models near it."""
     above = path.parent if path.parent.is_dir() else Path()

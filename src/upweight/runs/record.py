@@ -122,8 +122,8 @@ def _resume_sentence(folder: Path) -> str:
     """Return a sentence about what a resume can begin with."""
     whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
     if whole is None:
-        return "There is no whole checkpoint: mend it and start again."
-    return f"The checkpoint of step {whole} is whole: mend it, then go on with --resume."
+        return "There is no whole checkpoint: once the cause is mended, start again."
+    return f"The checkpoint of step {whole} is whole: once the cause is mended, go on from it with --resume."
 
 
 def report_on(folder: Path) -> None:

@@ -14,6 +14,10 @@ from upweight.types import Sample, Unit
 
 RECHECK_GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
 MAX_GRADIENT_CHECK = 1024  # longest unit, in tokens, whose gradients are checked
+LATER = (
+    "They agreed in the first step, so training has most likely ruined the weights since: lower `learning_rate` and "
+    "start again (`upweight doctor RUN` judges it). If it is usual already, longer sequences are at fault: "
+)
 EXCERPT_TOKENS = 256  # of a sample checked under context parallelism, where a whole one may not fit a rank
 
 
@@ -25,6 +29,7 @@ class RowCheck:
     dtype: torch.dtype  # of forwards
     gradients: bool = True  # whether ranks hold whole gradients, which are compared too
     checked: tuple[int, int] | None = None  # the longest sequence and the largest row that were checked
+    agreed: bool = False  # whether an earlier step passed
 
     def needed(self, units: Sequence[Unit]) -> bool:
         """Whether to check a packed row: in the first step, and where a sequence or row is much longer than before."""
@@ -59,7 +64,9 @@ class RowCheck:
             checks.append(check_first_gradients(engine, plain, packer.batch(short[:1]), self.dtype))
         worst = torch.tensor(all_gather_objects([check.difference for check in checks])).amax(0)
         for check, difference in zip(checks, worst.tolist(), strict=True):
-            dataclasses.replace(check, difference=difference).require()
+            advice = LATER + check.advice[:1].lower() + check.advice[1:] if self.agreed else check.advice
+            dataclasses.replace(check, difference=difference, advice=advice).require()
+        self.agreed = True
 
 
 def _is_scored(sample: Sample) -> bool:

@@ -104,7 +104,9 @@ class StepRunner:
                 metered.append(losses_by_source(self.method, out, row, forwarded, prepared=prepared, names=names))
         if checks and first and not self._under_zero:  # DeepSpeed keeps gradients elsewhere
             flows = any(all_gather_objects(gradients_flow(model)))
-            if not flows and all(float(count) > 0 for count in counts.values()):
+            scored = all(float(count) > 0 for count in counts.values())
+            # Pairs of one answer twice have no gradient, and the first step may have no others.
+            if not flows and scored and any(all_gather_objects(any(map(_differs, forwarded)))):
                 zero = not any(all_gather_objects(bool(total)))
                 require_gradients(False, self.method.why_zero if zero else None)
         # Only now, so that a step that ran out of memory can be retried.
@@ -292,3 +294,9 @@ class StepRunner:
             assert isinstance(gathered, Tensor)
             joined[name] = gathered[~gathered.isnan()]
         return joined
+
+
+def _differs(unit: Unit) -> bool:
+    """Return whether a unit is anything but a pair of one sequence twice."""
+    first, *others = unit.samples
+    return len(others) != 1 or not np.array_equal(first.ids, others[0].ids)

@@ -52,7 +52,7 @@ def run(method: str | None, folder: Path | None, *, tiny: bool = False) -> None:
     folder = write_starter(method, folder or Path(method), tiny=tiny)
     if tiny:
         print("tiny: a model with random weights, for trying the commands without a download; it learns nothing useful")
-    train = "upweight train config.yaml"
+    train = f"upweight {'doctor' if method == 'gym' else 'train'} config.yaml"  # the Gym has to be installed first
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     print(f"next: {train if folder == Path() else f'cd {folder} && {train}'}")
 

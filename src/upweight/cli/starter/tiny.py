@@ -6,6 +6,7 @@ from pathlib import Path
 from upweight.errors import UserError
 
 STUDENT, TEACHER = "tiny", "tiny-teacher"
+APART = 0.005  # added to the teacher's weights: it then agrees with the student on half of the tokens
 KEYS = {"base_model": STUDENT, "teacher": TEACHER}  # that name a model in a starter's config
 
 
@@ -21,7 +22,7 @@ def with_tiny_models(method: str, config: str) -> tuple[str, list[str]]:
 
 
 def write_tiny_model(folder: Path, seed: int) -> None:
-    """Write a model of two layers and its tokenizer, which has a token for each byte."""
+    """Write a model of two layers and its tokenizer, which has a token for each byte; seeds above 0 change it a bit."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -48,6 +49,11 @@ def write_tiny_model(folder: Path, seed: int) -> None:
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(shape)
         torch.manual_seed(seed)
-        LlamaForCausalLM(shape).save_pretrained(folder)
+        with torch.no_grad():
+            for weight in model.parameters() if seed else ():
+                weight.add_(torch.randn_like(weight), alpha=APART)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.runs.files import REPORT, no_such_run
+from upweight.runs.files import REPORT, holds_run, no_run_in, no_such_run
 from upweight.runs.health import RULES
 from upweight.runs.report.charts import GROUPS, charts_of
 from upweight.runs.report.run import RunReader, folders_of
@@ -56,6 +56,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(no_such_run(folder))
+        if not holds_run(folder):
+            raise UserError(no_run_in(folder))
     path = output or folders[0] / (REPORT if len(folders) == 1 else COMPARISON)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page(PageReader(folders).read()))
