@@ -60,6 +60,11 @@ def test_masks_that_rows_cannot_have_are_refused(setting, tmp_path):
         prepared(SFTConfig, ids, tmp_path, **{setting: True})
 
 
+def test_conversations_have_another_argument_for_answers_alone(tmp_path):
+    with pytest.raises(UserError, match="For messages, set assistant_only_loss=True"):
+        prepared(SFTConfig, ROWS["messages"], tmp_path, completion_only_loss=True)
+
+
 def test_texts_have_no_turns_of_an_assistant(tmp_path):
     with pytest.raises(UserError, match="'prompt': expected messages"):
         prepared(SFTConfig, ROWS["completions"], tmp_path, assistant_only_loss=True)
