@@ -1,6 +1,6 @@
 import pytest
 
-from upweight.errors import UserError
+from upweight.errors import UserError, foreign_cause
 from upweight.models.load import load_failures
 from upweight.rewards.builtin import builtin_reward
 
@@ -19,3 +19,12 @@ def test_what_wraps_value_errors_of_others_lets_ours_through():
         builtin_reward("length(3)")
     with pytest.raises(UserError, match=r"^Reward 'length': maximum 1 is below minimum 2\.$"):
         builtin_reward("length(minimum=2, maximum=1)")
+
+
+def test_a_cause_is_that_of_others_if_there_is_one():
+    ours, of_others = UserError("inner"), KeyError("theirs")
+    outer = UserError("outer")
+    outer.__cause__ = ours
+    assert foreign_cause(outer) is None
+    ours.__cause__ = of_others
+    assert foreign_cause(outer) is of_others

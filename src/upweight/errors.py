@@ -16,6 +16,14 @@ class WrongTypeError(UserError, TypeError):
     """An argument of the wrong kind; a TypeError too, for scripts that catch that."""
 
 
+def foreign_cause(error: BaseException) -> BaseException | None:
+    """Return the first cause that is no UserError: what a script's traceback shows beside our message, if anything."""
+    cause = error.__cause__
+    while isinstance(cause, UserError):
+        cause = cause.__cause__
+    return cause
+
+
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like `word`, or None if nothing is near."""
     plain = _lower_snake(word)

@@ -7,6 +7,7 @@ import pytest
 
 from upweight.config import load_config, parse_config
 from upweight.config.peers import TABLES
+from upweight.config.view import yaml_content
 from upweight.errors import UserError
 from upweight.methods import METHODS
 
@@ -309,3 +310,14 @@ def test_pretraining_data_are_datasets(given):
 def test_precisions_that_contradict_or_mean_nothing_are_refused(given):
     with pytest.raises(UserError, match=r"torch_dtype|float16"):
         parse_config({"base_model": "m", "datasets": [{"path": "d"}], **given}, folder=Path())
+
+
+def test_a_config_that_names_the_better_answer_is_read_again_as_a_run_writes_it():
+    form = {"field_winner": "w", "winner_values": {"A": "a", "B": "b", "tie": None}}
+    config = parse({**WHOLE, "rl": "dpo", "datasets": [{"path": "rows.csv", "type": form}]})
+    assert parse(yaml_content(config)).data == config.data
+
+
+def test_a_path_may_be_text(tmp_path):
+    (tmp_path / "my.yaml").write_text("base_model: some/model\ndatasets: [{path: rows.jsonl}]\n")
+    assert load_config(str(tmp_path / "my.yaml"), ["learning_rate=1e-5"]).optim.learning_rate == 1e-5

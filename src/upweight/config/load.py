@@ -28,12 +28,13 @@ MOST_SUGGESTIONS = 50  # finding the closest key is slow, and nobody reads more 
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, fragment: bool = False, folder: Path | None = None
+    path: Path | str, overrides: Sequence[str] = (), *, fragment: bool = False, folder: Path | None = None
 ) -> Config:
     """Read a YAML file with overrides applied; with `fragment`, keys that a complete config requires may be missing.
 
     Files that it names are looked for in `folder` too, else in that of the file.
     """
+    path = Path(path)
     content = apply_overrides(read_yaml(path), list(overrides))
     return parse_config(content, folder=folder or path.resolve().parent, fragment=fragment)
 

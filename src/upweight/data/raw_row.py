@@ -119,8 +119,8 @@ def read_label(row: Row, key: str) -> bool:
     try:
         return row.flag(key)
     except RowError as error:
-        remedy = "`type: {label_values: {good: true, bad: false}}` in the entry says what words mean"
-        raise RowError(key, f"{error.expected}; {remedy}") from error
+        remedy = "in a config, `type: {label_values: {good: true, bad: false}}` of the entry says what words mean"
+        raise RowError(key, f"{error.expected}; {remedy}; in a script, map them to True and False") from None
 
 
 def word_of(value: Any) -> str:

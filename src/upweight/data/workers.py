@@ -265,7 +265,7 @@ def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) 
             try:
                 job.encoder(row)
             except RowError as error:
-                raise bad_row(job, number, error, row) from error
+                raise bad_row(job, number, error, row) from error.__cause__
         raise
 
 

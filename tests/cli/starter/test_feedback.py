@@ -187,3 +187,39 @@ def test_what_is_noted(tmp_path, caplog, text, options, note):
     new(tmp_path / "mine.csv", model=MODEL, output=tmp_path / "config.yaml", yes=True, **options)
     assert note in caplog.text
     assert "holds ratings" not in caplog.text
+
+
+def test_marks_in_several_spellings_are_all_read(written):
+    marks = ["thumbs up", "👍", "up", "thumbs down", "👎", "down", ""]
+    text = "question,answer,feedback\n" + "".join(f"Why {n}?,So {n}.,{marks[n % 7]}\n" for n in range(14))
+    good = [row["label"] for row in written(text)]
+    assert (good.count(True), good.count(False)) == (6, 6)
+
+
+def test_words_that_are_not_known_are_asked_for_where_a_method_is_named(refused):
+    marks = ["up", "nice", "fine", "meh", "ugly", "dull"]
+    text = "question,answer,feedback\n" + "".join(f"Why {n}?,So {n}.,{marks[n % 6]}\n" for n in range(12))
+    message, _ = refused(text, "kto")
+    assert "row 0 has 'up'" in message
+    assert "--values 'up=?,nice=?,fine=?,meh=?,ugly=?,dull=?'" in message
+
+
+def test_answers_of_any_name_are_compared_where_marks_have_an_order(written):
+    head = "question,model_x,model_y,preferred\n"
+    rows = written(head + "Why not?,So it is.,No idea.,first\nWho is it?,Me I say.,You I say.,second\n")
+    assert [row["chosen"] for row in rows] == ["So it is.", "You I say."]
+
+
+def test_answers_that_some_marks_name_are_asked_for(refused):
+    text = "question,left,right,winner\nWhy not?,So it is.,No idea.,left\nWho is it?,Me I say.,You I say.,bothbad\n"
+    text += "When is it?,Now I say.,Then I say.,right\n"
+    message, _ = refused(text)
+    assert "answer_a=left,answer_b=right,winner=winner --values 'left=?,bothbad=?,right=?'" in message
+
+
+def test_a_choice_beside_texts_that_it_does_not_compare(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(f"What is {n}?,Some text.,More of it.,{'ABCD'[n % 4]}\n" for n in range(8))
+    (tmp_path / "mine.csv").write_text("question,passage,hint,choice\n" + lines)
+    new(tmp_path / "mine.csv", model=MODEL, yes=True)
+    assert "rl: grpo" in (tmp_path / "config.yaml").read_text()

@@ -340,6 +340,7 @@ ODD = {
         "nemo_gym_run_timeout": 9,
     },
     "warmup_steps: no effect with": {**WHOLE, "warmup_steps": 5, "lr_scheduler": "constant"},
+    "max_prompt_length: no effect on whole texts": {**WHOLE, "max_prompt_length": 9},
     "eval_steps: nothing is evaluated": {**WHOLE, "eval_steps": 5},
     "trl.num_generations: a batch of 4": {**GRPO, "micro_batch_size": 4},
     "trl.generation_batch_size: 10 completions": {**GRPO, "trl": {**GRPO["trl"], "generation_batch_size": 10}},

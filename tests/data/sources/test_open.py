@@ -189,6 +189,12 @@ def test_several_names_are_joined(folder):
         prompts(folder, path="graded", name="odd")
 
 
+def test_a_line_of_a_csv_with_more_cells_than_names(folder):
+    (folder / "ragged.csv").write_text("prompt,answer\nWhy?,So.\nWho?,You, or me.\n")
+    with pytest.raises(UserError, match=r"in line 3, saw 3\. Put cells that hold the separator into double quotes"):
+        prompts(folder, path="ragged.csv")
+
+
 def test_the_working_directory_comes_before_the_configs_folder(folder):
     write(Path("rows.jsonl"), ROWS[:1])
     assert prompts(folder, path="rows.jsonl") == ["p0"]

@@ -60,6 +60,11 @@ def test_masks_that_rows_cannot_have_are_refused(setting, tmp_path):
         prepared(SFTConfig, ids, tmp_path, **{setting: True})
 
 
+def test_conversations_have_another_argument_for_answers_alone(tmp_path):
+    with pytest.raises(UserError, match="For messages, set assistant_only_loss=True"):
+        prepared(SFTConfig, ROWS["messages"], tmp_path, completion_only_loss=True)
+
+
 def test_texts_have_no_turns_of_an_assistant(tmp_path):
     with pytest.raises(UserError, match="'prompt': expected messages"):
         prepared(SFTConfig, ROWS["completions"], tmp_path, assistant_only_loss=True)
@@ -149,3 +154,11 @@ def test_rows_may_be_formatted_for_torch_or_come_through_a_transform(tmp_path):
 def test_images_are_not_left_out_in_silence(column, tmp_path):
     with pytest.raises(UserError, match=f"rows: the column '{column}' holds images.*remove it"):
         prepared(SFTConfig, [{**ROWS["messages"][0], column: "cat.png"}], tmp_path)
+
+
+def test_an_error_in_a_row_has_one_traceback(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "label": "good"}] * 2
+    with pytest.raises(UserError, match="in a script, map them to True and False") as error:
+        prepared(KTOConfig, rows, tmp_path)
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__

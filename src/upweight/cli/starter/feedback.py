@@ -12,10 +12,10 @@ from upweight.data.raw_row import Row, RowError
 from upweight.errors import UserError
 
 GOOD = ("good", "true", "1", "1.0", "yes", "y", "up", "positive", "correct", "right", "liked", "like", "helpful",
-        "accepted", "accept", "desirable", "pass", "+")  # fmt: skip
+        "accepted", "accept", "desirable", "pass", "+", "thumbs up", "thumbs_up", "👍")  # fmt: skip
 BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "wrong", "disliked", "dislike",
-       "unhelpful", "rejected", "reject", "undesirable", "fail", "-")  # fmt: skip
-MOST_RATINGS = 10  # different ones, of which a command can name each
+       "unhelpful", "rejected", "reject", "undesirable", "fail", "-", "thumbs down", "thumbs_down", "👎")  # fmt: skip
+MOST_MARKS = 10  # different ones, of which a command can name each
 
 
 def preference(table: Table) -> Preference | None:
@@ -68,7 +68,7 @@ def _ask_values(table: Table, name: str, kind: str, known: Mapping[str, str]) ->
     """Return the question what the values of a column stand for, with the command that answers it."""
     meanings = ("answer_a", "answer_b") if kind == "preference" else ("true", "false")
     values = [value for value in table.values(name) if value]
-    if len(values) > FEW:
+    if len(values) > MOST_MARKS:
         return f"{name!r} holds {len(values)} different values; write {' or '.join(meanings)} in its place."
     given = shlex.quote(",".join(f"{value}=?" for value in values))
     command = table.ask_for(kind, known, f" --values {given}")
@@ -109,7 +109,9 @@ def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
         return None
     texts = table.values(name)
     is_mark = len(texts) > 1 or texts[0].lower() in (*GOOD, *BAD)
-    if not is_mark or len(texts) > FEW or len(texts) == len(cells) > 2 or any(len(text) > SHORT for text in texts):
+    known = sum(text.lower() in (*GOOD, *BAD) for text in texts)
+    most = len(texts) if table.meanings else MOST_MARKS if known > 1 else FEW
+    if not is_mark or len(texts) > most or len(texts) == len(cells) > 2 or any(len(text) > SHORT for text in texts):
         return None
     return name, sorted(
         texts, key=lambda text: 0 if text.lower() in GOOD else 2 if text.lower() in BAD or not text else 1
@@ -182,7 +184,7 @@ def ratings_to_name(table: Table) -> str | None:
 def _ask_ratings(name: str, table: Table) -> str:
     """Return the command that says which ratings are good and which bad: the upper and the lower half of them."""
     values = sorted((value for value in table.values(name) if value), key=float)
-    if len(values) > MOST_RATINGS:
+    if len(values) > MOST_MARKS:
         return f"write true or false in place of the {len(values)} different values of {name!r}"
     middle = (float(values[0]) + float(values[-1])) / 2
     given = ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
@@ -202,10 +204,11 @@ def label_values(table: Table) -> dict[str, bool | None]:
         return _label_values(table, words[1])
     for number, row in enumerate(table.rows):
         if not is_label(row.get(name)):
-            rated = f". It holds ratings; say which are good and which bad: {_ask_ratings(name, table)}"
-            advice = rated if is_rating(name, table) else ""
+            advice = f" {_ask_values(table, name, 'labelled', {})}"
+            if is_rating(name, table):
+                advice = f" It holds ratings; say which are good and which bad: {_ask_ratings(name, table)}."
             problem = f"kto needs true or false in {name!r}, and row {number} has {row.get(name)!r}"
-            raise UserError(f"{table.file}: {problem}{advice}.")
+            raise UserError(f"{table.file}: {problem}.{advice}")
     return {}
 
 

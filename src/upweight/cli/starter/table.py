@@ -125,6 +125,8 @@ class Table:
     def _answers(self, winner: str) -> tuple[str, ...]:
         """Return the two columns that are compared; others than two where that is not sure."""
         named = self._named_by(winner, {plain(value) for value in self.values(winner)} - UNDECIDED)
+        if len(named) < 2 and PREFERS & set(words_of(winner)):
+            named = self._compared_texts(winner)
         if len(named) > 1:
             return tuple(sorted(named, key=self.columns.index))
         answers = [name for name in self.columns if name != winner and _is_answer(name)]
@@ -133,6 +135,18 @@ class Table:
             alike = [name for name, stem in zip(answers, stems, strict=True) if stem and stems.count(stem) > 1]
             answers = alike or answers
         return tuple(answers)
+
+    def _compared_texts(self, winner: str) -> list[str]:
+        """Return two columns of text that some marks name, or that `a` and `b` or the like can only mean."""
+        marks = {plain(value) for value in self.values(winner)} - UNDECIDED
+        texts = [name for name in self.texts() if name != winner]
+        named = [name for name in texts if marks & _tags(name)]
+        if len(named) == 2:
+            return named
+        prompt = guess_columns("prompts", texts).get("prompt")
+        left = [name for name in texts if name != prompt]
+        is_ordered = any(marks == set(order) for order in ORDERED)
+        return left if prompt and is_ordered and len(left) == 2 else []
 
     def _better(self, marks: Sequence[str], answers: Sequence[str]) -> tuple[list[str], list[str]] | None:
         """Return the marks that stand for the first and for the second answer; None unless each mark stands for one."""

@@ -84,5 +84,10 @@ def _check_marks(key: str, form: UserFormat, kind: str, name: str) -> Iterator[s
         named = ", ".join(map(repr, sorted(answers))) or "none"
         problem = f"must name the columns of two answers, and names {named}"
         yield f"{key}.winner_values: {problem}. Write them as in {{A: answer_a, B: answer_b, tie: null}}."
-    elif wrong := sorted({"field_chosen", "field_rejected"} & form.model_fields_set):
+    elif wrong := [name for name in ("field_chosen", "field_rejected") if _is_changed(form, name)]:
         yield f"{key}.{wrong[0]}: 'winner_values' says which answer is chosen. Remove one of them."
+
+
+def _is_changed(form: UserFormat, name: str) -> bool:
+    """Return whether a field has another value than its default, which the config of a run writes out."""
+    return getattr(form, name) != UserFormat.model_fields[name].default

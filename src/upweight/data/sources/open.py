@@ -237,6 +237,8 @@ def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool =
         raise
     except LOADING_ERRORS as error:
         remedy = ". Save it as UTF-8" if "codec can't decode" in _root_reason(error) else ""
+        if "Error tokenizing data" in _root_reason(error):
+            remedy = ". Put cells that hold the separator into double quotes, and write a quote in them twice"
         raise UserError(f"{where}: cannot be loaded: {_root_reason(error)}{remedy}") from error
     finally:
         if quiet:

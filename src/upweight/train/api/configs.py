@@ -276,7 +276,8 @@ class SFTConfig(MethodArguments):
             raise UserError(f"assistant_only_loss: the rows of {where} need {needed}.")
         if self.completion_only_loss and not completions:
             needed = "the columns 'prompt' and 'completion', or token ids with 'completion_mask'"
-            raise UserError(f"completion_only_loss: the rows of {where} need {needed}.")
+            remedy = " For messages, set assistant_only_loss=True in its place." if turns else ""
+            raise UserError(f"completion_only_loss: the rows of {where} need {needed}.{remedy}")
         if tokenised:
             return not self.completion_only_loss
         return self.completion_only_loss is False if completions else not self.assistant_only_loss

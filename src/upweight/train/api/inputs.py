@@ -20,7 +20,7 @@ from transformers import (
 
 from upweight.config.sections.data import DataSection
 from upweight.data.images import COLUMNS
-from upweight.errors import UserError, WrongTypeError, did_you_mean
+from upweight.errors import UserError, WrongTypeError, did_you_mean, foreign_cause
 from upweight.log import logger, warn_once
 from upweight.methods.users.function import UserFunction
 from upweight.models.adapters.attach import kept_adapter
@@ -122,7 +122,7 @@ def parts_for(
         require_machine(config, trains=True)
         return assemble(config, objects)
     except UserError as error:
-        raise UserError(objects.translate_error(str(error))) from error
+        raise UserError(objects.translate_error(str(error))) from foreign_cause(error)
 
 
 def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:

@@ -16,7 +16,7 @@ from upweight.config import Config
 from upweight.config.sections.model import AdapterSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.config.view import yaml_content
-from upweight.errors import UserError
+from upweight.errors import UserError, foreign_cause
 from upweight.files import write_text
 from upweight.log import warn_once
 from upweight.runs.checkpoints import DATA
@@ -133,7 +133,9 @@ def recording(
             try:
                 yield stop
             except UserError as error:
-                raise UserError(objects.translate_error(str(error))) from error
+                if not objects.from_script:
+                    raise
+                raise UserError(objects.translate_error(str(error))) from foreign_cause(error)
             finally:
                 stop.restore()
             if objects.from_script:  # whose process ends after a signal
