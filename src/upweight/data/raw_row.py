@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from upweight.config.sections.data import UserFormat
+if TYPE_CHECKING:  # the list of commands imports this file, and not the keys of a config
+    from upweight.config.sections.data import UserFormat
 
 MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
@@ -128,7 +129,7 @@ def word_of(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def marked(form: UserFormat, row: Row) -> Row | None:
+def marked(form: "UserFormat", row: Row) -> Row | None:
     """Return a row with true or false for its label, and its two answers as chosen and rejected; None: left out."""
     read = copy(row)
     if form.label_values:

@@ -344,7 +344,6 @@ ODD = {
     "eval_steps: nothing is evaluated": {**WHOLE, "eval_steps": 5},
     "trl.num_generations: a batch of 4": {**GRPO, "micro_batch_size": 4},
     "trl.generation_batch_size: 10 completions": {**GRPO, "trl": {**GRPO["trl"], "generation_batch_size": 10}},
-    "max_prompt_length: no effect on whole texts": {**WHOLE, "max_prompt_length": 64},
     "sequence_len: no effect": {**GRPO, "sequence_len": 64},
     "lora_r: no effect without": {**WHOLE, "lora_r": 4},
     "trl.temperature: no effect with rl: dpo": {**WHOLE, "rl": "dpo", "trl": {"temperature": 0.5}},
