@@ -14,8 +14,9 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.first_look import model_problems
 from upweight.rewards.builtin.spec import check_specs
+from upweight.rewards.first_look import reward_problems
 
-FILES: tuple[Callable[[Config], Iterable[str]], ...] = (data_problems, unread_options, model_problems)
+FILES: tuple[Callable[[Config], Iterable[str]], ...] = (data_problems, unread_options, model_problems, reward_problems)
 
 
 def run(path: Path, overrides: list[str], *, fragment: bool, data: bool) -> None:
