@@ -80,8 +80,8 @@ def _title(file: Path) -> str:
 
 def _around(line: str, words: Sequence[re.Pattern[str]]) -> str:
     """Return a line, or of a long one the part around the first word that it holds."""
-    found = min((match.start() for word in words if (match := word.search(line.lower()))), default=0)
-    start = 0 if len(line) <= LONGEST else max(0, found - LONGEST // 2)
+    first = min((match.start() for word in words if (match := word.search(line.lower()))), default=0)
+    start = 0 if len(line) <= LONGEST else max(0, first - LONGEST // 2)
     part = line[start : start + LONGEST]
     return f"{'... ' if start else ''}{part}{' ...' if start + LONGEST < len(line) else ''}"
 

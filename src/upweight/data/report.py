@@ -12,7 +12,7 @@ from upweight.log import logger
 
 PERCENTILES = (50, 90, 95, 99)
 ROUNDING = 64  # suggested lengths are multiples of this
-SAID = {
+ODD_ROWS = {
     "prompt": "the prompt is empty",
     "answer": "the answer is empty",
     "pair": "the chosen and the rejected answer are the same, which tells nothing of what is better",
@@ -29,7 +29,7 @@ class EntryCounts:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
     notes: Counter[str] = field(default_factory=Counter)  # change made to records that were kept -> records
-    odd: dict[str, str] = field(default_factory=dict)  # what is odd (`SAID`) -> place of the first row that is
+    odd: dict[str, str] = field(default_factory=dict)  # what is odd (`ODD_ROWS`) -> place of the first row that is
 
 
 @dataclass
@@ -87,7 +87,7 @@ def warn_of_odd_rows(report: PrepareReport, notes: Mapping[str, str]) -> None:
         for odd, place in counts.odd.items():
             rows = counts.notes[notes[odd]]
             others = f"; so are those of {rows:,} rows in all, and they are kept" if rows > 1 else "; the row is kept"
-            logger.warning("%s, %s: %s%s. %s", counts.where, place, SAID[odd], others, remedy)
+            logger.warning("%s, %s: %s%s. %s", counts.where, place, ODD_ROWS[odd], others, remedy)
 
 
 REPORT_JSON = TypeAdapter(PrepareReport)  # to and from JSON values

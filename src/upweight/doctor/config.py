@@ -64,10 +64,10 @@ def check_config(config: Config) -> list[Finding]:
         except UserError as error:
             what, says = check.__name__.removeprefix("_"), str(error).removesuffix(".")
             cause = says.partition(f"{state.config.model.base_model!r}: ")[2]
-            told = next((one.what for one in findings if cause and one.says.endswith(cause)), None)
+            earlier = next((one.what for one in findings if cause and one.says.endswith(cause)), None)
             findings.append(
-                Finding("note", what, f"not checked, for the same cause as {told}")
-                if told
+                Finding("note", what, f"not checked, for the same cause as {earlier}")
+                if earlier
                 else Finding("alarm", what, says)
             )
     return findings
