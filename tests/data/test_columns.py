@@ -130,9 +130,13 @@ def test_labels_in_words_are_an_error_of_validate_and_of_preparation(run, tmp_pa
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry = {"path": "rows.jsonl", "type": FORM, **entry}
     config = parse_config({"base_model": "some/model", "rl": "kto", "datasets": [entry]}, folder=tmp_path)
-    problem = "datasets[0] (rows.jsonl): row 0, 'thumbs': expected true or false, got 'up'; `type: {label_values"
+    problem = (
+        "datasets[0] (rows.jsonl): row 0, 'thumbs': expected true or false, got 'up'; in a config, `type: {label_values"
+    )
     assert problem in next(data_problems(config))
-    with pytest.raises(UserError, match=r"row 0 .*'thumbs': expected true or false, got 'up'; `type: {label") as error:
+    with pytest.raises(
+        UserError, match=r"row 0 .*'thumbs': expected true or false, got 'up'; in a config, `type: {label"
+    ) as error:
         run(rows, rl="kto", datasets=[entry], chat_template="chatml")
     assert "field_label" not in str(error.value)
 
