@@ -7,15 +7,15 @@ import pytest
 
 from made_browser import BROWSER, QUIET, browser_page
 from made_reports import as_lines, completion, with_pictures, write_run
-from upweight.runs.report.page import write_report
+from upweight.runs.report.page import PageReader, page, write_report
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 
 
-def seen(page, tmp_path) -> str:
+def seen(file, tmp_path) -> str:
     """The elements of a page after its scripts have run."""
     assert BROWSER is not None
-    command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.resolve().as_uri()]
+    command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.resolve().as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
 
@@ -55,7 +55,9 @@ def test_compared_runs_show_what_each_wrote_last(tmp_path):
 
 def test_an_empty_folder_says_so(tmp_path):
     (tmp_path / "run").mkdir()
-    shown = seen(write_report([tmp_path / "run"]), tmp_path)
+    written = tmp_path / "page.html"
+    written.write_text(page(PageReader([tmp_path / "run"]).read()), encoding="utf-8")
+    shown = seen(written, tmp_path)
     assert "This folder holds no run." in shown
     assert "<canvas" not in shown
 

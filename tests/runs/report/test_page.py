@@ -102,10 +102,13 @@ def test_names_of_folders_that_say_nothing_get_help(tmp_path):
     assert PageReader(runs[:1]).read()["title"] == "a/out"
 
 
-def test_an_empty_folder_has_a_page_and_a_missing_one_an_error(tmp_path):
-    assert data_of(write_report([tmp_path]).read_text())["runs"][0]["state"] == "empty"
+def test_empty_and_missing_folders_have_no_page_to_write(tmp_path):
+    assert PageReader([tmp_path]).read()["runs"][0]["state"] == "empty"  # as `watch` shows a run that has not begun
+    with pytest.raises(UserError, match="neither a config nor the folder of a run"):
+        write_report([tmp_path])
     with pytest.raises(UserError, match="no such run"):
         write_report([tmp_path / "absent"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_reading_a_run_needs_no_torch():
