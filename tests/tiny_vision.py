@@ -46,6 +46,14 @@ KINDS = (
     "gemma3",
     "internvl",
 )
+# The published classes of processors that read videos too, and what they are made with.
+WITH_VIDEOS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "internvl": ("InternVLProcessor", "InternVLVideoProcessor", ("image_seq_length",)),
+    "smolvlm": ("SmolVLMProcessor", "SmolVLMVideoProcessor", ("image_seq_len",)),
+    "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLVideoProcessor", ()),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", ()),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor", ()),
+}
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]  # sizes that images of LLaVA-NeXT are cut from
 TEMPLATE = (
     "{% for m in messages %}<{{ 'bot' if m['role'] == 'assistant' else 'user' }}>"
@@ -68,6 +76,8 @@ def tokenizer(kind: str = "llava") -> PreTrainedTokenizerFast:
     if kind == "internvl":
         named = {"start_image_token": "<boi>", "end_image_token": "<eoi>", "context_image_token": "<image>"}
         named |= {"video_token": "<video>"}
+    if kind.startswith("qwen"):
+        named = {"image_token": "<image>", "video_token": "<video>"}
     tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
     made = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, extra_special_tokens=named or SPECIAL[3:], **tokens)
     made.chat_template = TEMPLATE.replace("PLACEHOLDER", {"gemma3": "<boi>"}.get(kind, "<image>"))
@@ -134,9 +144,15 @@ def processor(kind: str):
     size = {"shortest_edge": 8 * patch**2, "longest_edge": 64 * patch**2}
     images = hf.Qwen2VLImageProcessorPil(patch_size=patch, size=size)
     kinds = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
-    words.image_token, words.video_token = "<image>", "<video>"
-    words.image_token_id, words.video_token_id = 259, 260
     return without_video(getattr(hf, kinds[kind]))(images, video_processor=None, **words_and)
+
+
+def published_processor(kind: str):
+    """The processor that goes with `save_published`; SmolVLM's halves images as Pillow and torchvision do alike."""
+    made = processor(kind)
+    if kind == "smolvlm":  # which resizes every image it cuts into tiles
+        made.image_processor.resample = Image.Resampling.BILINEAR
+    return made
 
 
 def config(kind: str):
@@ -185,10 +201,14 @@ def wide_config(kind: str):
     """The config of a kind with heads of 32, the least that vLLM's attention on CPUs takes."""
     made = config(kind)
     made.text_config.hidden_size, made.text_config.head_dim, made.text_config.num_hidden_layers = 128, 32, 2
-    made.vision_config.hidden_size = 128
+    made.vision_config.hidden_size = 128  # for Qwen2-VL, that of its features
+    if kind.startswith("qwen"):
+        made.text_config.rope_parameters["mrope_section"] = [8, 4, 4] if kind == "qwen3_vl" else [4, 4, 8]
+    if kind in ("qwen2_5_vl", "qwen3_vl"):
+        made.vision_config.out_hidden_size = 128
     if kind == "mistral3":
         made.vision_config.head_dim = 32
-    if kind == "gemma3":
+    if kind in ("gemma3", "qwen2_vl", "qwen2_5_vl"):
         made.text_config.layer_types = made.text_config.layer_types[:2]
     return made
 
@@ -217,12 +237,13 @@ def save_published(kind: str, folder: Path) -> None:
         weights = load_file(file)
         names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in weights}
         save_file({names[name]: weight for name, weight in weights.items()}, file, {"format": "pt"})
-    made = processor(kind)
+    made = published_processor(kind)
     made.save_pretrained(folder)
-    if kind == "internvl":  # its class is read from there, and one for videos, without which it is not made
+    if kind in WITH_VIDEOS:  # its class is read from there, and one for videos, without which it is not made
+        own, videos, sizes = WITH_VIDEOS[kind]
         parts = {"image_processor": json.loads(made.image_processor.to_json_string())}
-        parts["video_processor"] = {"video_processor_type": "InternVLVideoProcessor"}
-        content = {"processor_class": "InternVLProcessor", "image_seq_length": made.image_seq_length, **parts}
+        parts["video_processor"] = {"video_processor_type": videos}
+        content = {"processor_class": own, **{name: getattr(made, name) for name in sizes}, **parts}
         (folder / "processor_config.json").write_text(json.dumps(content))
 
 

@@ -19,13 +19,13 @@ PYTHON = os.environ.get("UPWEIGHT_VLLM_PYTHON", str(ROOT / ".cache" / "vllm-env"
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
-VISION = Path(PYTHON).parents[1] / "vision"  # holds torchvision, for the models and processors that need it
+VISION = Path(PYTHON).parents[1] / "vision"  # torchvision and num2words, for the processors that need them
 OPTIONS = ("vllm.enforce_eager=true", "vllm.dtype=float32", "vllm.gpu_memory_utilization=0.3")
 STARTING = 400  # seconds
 
 
 def with_torchvision() -> dict[str, str]:
-    """The environment of a process that finds torchvision, in vLLM's environment and in the project's."""
+    """The environment of a process that finds torchvision and num2words, in vLLM's environment and in the project's."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(VISION), os.environ.get("PYTHONPATH")]))}
 
 

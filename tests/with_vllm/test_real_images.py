@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 
 from made_runs import write_online
-from tiny_vision import drawn_image, processor, save_published
+from tiny_vision import drawn_image, published_processor, save_published
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.vision import freeze_vision
 from upweight.rollout.vllm.server import VllmServer
@@ -24,15 +24,19 @@ from with_vllm.real_server import ON_CPU, PYTHON, ROOT, running, with_torchvisio
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# The sizes of images; where vLLM needs torchvision, which resizes them in another way, they need no resizing.
+RESIZED = [(48, 32), (64, 64), (32, 80)]
+# The sizes of images; where vLLM needs torchvision, which mostly resizes in another way, they need no resizing.
 SIZES = {
-    "idefics3": [(48, 32), (64, 64), (32, 80)],
+    "idefics3": RESIZED,
+    "smolvlm": [(64, 32), (64, 64), (64, 128)],  # which are resized by halves
     "mistral3": [(48, 32), (64, 64), (32, 48)],
-    **dict.fromkeys(("gemma3", "internvl", "llava", "llava_next"), [(32, 32)] * 3),
+    "qwen2_vl": [(56, 28), (56, 56), (28, 84)],
+    "qwen2_5_vl": [(56, 28), (56, 56), (28, 84)],
+    "qwen3_vl": [(64, 32), (64, 64), (32, 96)],
+    **{kind: [(32, 32)] * 3 for kind in ("gemma3", "internvl", "llava", "llava_next")},
 }
 WITHOUT_TORCHVISION = ("idefics3",)
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
-RESIZED = [(48, 32), (64, 64), (32, 80)]
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -62,7 +66,7 @@ def server(served_model, environment, tmp_path_factory):
 
 def policy(kind, folder):
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return model, attach_processor(processor(kind), model.config)
+    return model, attach_processor(published_processor(kind), model.config)
 
 
 def prompts_in(folder, kind, reader):
@@ -102,7 +106,7 @@ def test_completions_after_images_follow_the_policy(trained, kind, server, serve
         options = {"target_modules": "all-linear", "exclude_modules": vision, "init_lora_weights": False}
         model = get_peft_model(model, LoraConfig(r=4, **options))
     else:
-        vision_parts = ("vision_", "connector", "projector")
+        vision_parts = ("vision_", "visual", "connector", "projector")
         for name, weight in model.named_parameters():
             weight.requires_grad_(trained == "all" or any(part in name for part in vision_parts))
     prompts, images = prompts_in(tmp_path, kind, reader)

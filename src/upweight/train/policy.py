@@ -32,7 +32,6 @@ from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.processor import image_reader
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.models.vision import freeze_vision, vision_family, vision_module_names
-from upweight.rollout.vllm.images import SERVED_TYPES
 from upweight.train.distill.teachers import Teachers
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
@@ -276,7 +275,7 @@ def image_problems(config: Config, model: Model, ranks: int) -> Iterator[str]:
         problem = "features of rows with images are computed with whole weights"
         yield f"fsdp, deepspeed: {problem}; leave it out, or use another method than {config.method.name}."
     if config.method.online and config.rollout.use_vllm:
-        yield from _problems_with_vllm(config, model)
+        yield from _problems_with_vllm(config)
     if config.method.online and config.rollout.rollout_backend:
         yield "trl.rollout_backend: a backend of yours gets no images; leave it out, or write a trl.rollout_func."
     if ranks > 1 and config.optim.checkpointing_args.get("use_reentrant") and trains_vision(model):
@@ -284,15 +283,13 @@ def image_problems(config: Config, model: Model, ranks: int) -> Iterator[str]:
         yield f"gradient_checkpointing_kwargs: use_reentrant: {problem}; set it to false, or 'freeze_vision: true'."
 
 
-def _problems_with_vllm(config: Config, model: Model) -> Iterator[str]:
+def _problems_with_vllm(config: Config) -> Iterator[str]:
     """Yield what is wrong with settings with which vLLM gets no images."""
     here = "leave out trl.use_vllm to sample in this process"
     if config.sharding.fsdp or config.sharding.deepspeed is not None:
         yield f"fsdp, deepspeed: sharded weights are not compared with vLLM's after images; {here}."
     if config.rollout.vllm_mode != "colocate" and direct_transfer(config) is not None:
         yield "trl.vllm_weight_transfer: the weights of a vision model are sent through a folder alone; use 'folder'."
-    if (kind := unwrap_peft(model).config.model_type) not in SERVED_TYPES:
-        yield f"trl.use_vllm: images go to vLLM for {', '.join(SERVED_TYPES)}; {kind} was not tried; {here}."
 
 
 def trains_vision(model: Model) -> bool:

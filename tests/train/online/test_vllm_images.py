@@ -13,7 +13,6 @@ from made_runs import metrics_of, write_online
 from made_vllm import FakeVllm
 from tiny_vision import processor, vision_model
 from upweight.config import load_config
-from upweight.errors import UserError
 from upweight.models.processor import attach_processor, image_reader
 from upweight.rollout.vllm.images import GENERATE
 from upweight.train.policy import image_problems
@@ -23,12 +22,12 @@ COLOURS = {"red": (220, 20, 20), "blue": (20, 20, 220)}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
 
 
-def served(folder, kind="idefics3"):
+def served(folder):
     """A model in a folder, and what reads its images."""
-    model = vision_model(kind)
+    model = vision_model("idefics3")
     model.save_pretrained(folder)
-    processor(kind).save_pretrained(folder)
-    return folder, image_reader(attach_processor(processor(kind), model.config))
+    processor("idefics3").save_pretrained(folder)
+    return folder, image_reader(attach_processor(processor("idefics3"), model.config))
 
 
 def config(folder, model, url, trl=None, **keys):
@@ -67,18 +66,13 @@ def test_grpo_samples_prompts_with_images_from_a_server(tmp_path, keys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "trl", "words"),
-    [
-        ("idefics3", {"vllm_weight_transfer": "nccl"}, "sent through a folder alone"),
-        ("smolvlm", {"vllm_mode": "colocate"}, "smolvlm was not tried"),
-        *((kind, {}, "") for kind in ("idefics3", "gemma3", "llava", "llava_next", "mistral3", "internvl")),
-        ("idefics3", {"vllm_mode": "colocate"}, ""),
-    ],
+    ("trl", "words"),
+    [({"vllm_weight_transfer": "nccl"}, "sent through a folder alone"), ({}, ""), ({"vllm_mode": "colocate"}, "")],
 )
-def test_what_was_not_shown_to_work_is_refused(tmp_path, kind, trl, words):
+def test_what_was_not_shown_to_work_is_refused(tmp_path, trl, words):
     (tmp_path / "model").mkdir()
     keys = config(tmp_path, tmp_path / "model", "http://127.0.0.1:9", trl)
-    problems = list(image_problems(keys, vision_model(kind), 1))
+    problems = list(image_problems(keys, vision_model("idefics3"), 1))
     assert len(problems) == bool(words)
     assert not words or words in problems[0]
 
@@ -88,9 +82,3 @@ def test_sharded_weights_are_not_compared_with_a_server_that_reads_images(tmp_pa
     keys = config(tmp_path, tmp_path / "model", "http://127.0.0.1:9", fsdp=True)
     (problem,) = image_problems(keys, vision_model("idefics3"), 2)
     assert problem.startswith("fsdp, deepspeed: sharded weights are not compared")
-
-
-def test_another_type_stops_before_the_server_is_asked(tmp_path):
-    model, _ = served(tmp_path / "model", "smolvlm")
-    with pytest.raises(UserError, match=r"images go to vLLM for .*; smolvlm was not tried"):
-        train(config(tmp_path, model, "http://127.0.0.1:9"))

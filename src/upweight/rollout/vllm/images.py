@@ -20,18 +20,6 @@ from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClie
 from upweight.rollout.vllm.probe import FLOAT32_LIMIT, agrees, difference, probe_fields
 from upweight.types import ImageRef
 
-# What vLLM was tried with: the tokens of prompts, log-probs after images, and new weights of the vision tower.
-SERVED_TYPES = (
-    "gemma3",
-    "idefics3",
-    "internvl",
-    "llava",
-    "llava_next",
-    "mistral3",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-)
 GENERATE = "/inference/v1/generate"  # takes token ids with images
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 SENT_AS_THEY_ARE = ("PNG", "JPEG", "WEBP")  # formats that every build of Pillow decodes alike
