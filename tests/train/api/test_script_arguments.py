@@ -75,9 +75,10 @@ def test_a_script_with_a_command_line_and_a_file_trains(model_folder, tmp_path):
     )
     words = ["--config", "run.yaml", "--dataset_name", "rows.jsonl", "--output_dir", "out", "--max_steps", "2"]
     root = Path(__file__).parents[3]
+    around = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}  # commands set it
     run = subprocess.run(
         [sys.executable, "script.py", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        env={**around, "PYTHONPATH": str(root / "src")},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
