@@ -5,7 +5,8 @@ of the caps. A case tries the length that `fits` promises (`--steps` with AdamW)
 minutes last, and prints one JSON line at once: lengths that trained and failed, what was promised by part, the peak and
 the ratio of both. Each model and mode has a process of its own; one that ends, or a case that exceeds `--limit`, is a
 line with the reason, and the next case begins in a fresh process. `--tiny` rehearses all of it on a CPU, where the cap
-is compared with the peak of the process afterwards.
+is compared with the peak of the process afterwards. With `--unsloth`, the Python named in UNSLOTH_PYTHON trains rows of
+SFT under the same caps with Unsloth, from `--first` tokens on, each half as long again as the one before.
 """
 
 import argparse
@@ -35,10 +36,11 @@ from upweight.config.load import parse_config
 from upweight.engine.activations import enable_checkpointing
 from upweight.methods import GRPO
 from upweight.models.adapters.attach import attach_adapter
+from upweight.models.kernels.tiled_mlp import tile_blocks
 from upweight.models.load import load_model
 from upweight.models.memory import GIB
 from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory
-from upweight.train.policy import make_policy
+from upweight.train.policy import make_policy, token_budget
 from upweight.train.step import StepRunner
 from upweight.types import Sample, Unit
 
@@ -85,22 +87,29 @@ class Subject:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=on_gpu)
         if policy.copies is not None:
             policy.copies.follow(self.optimizer)
-        parts = (GRPO(), policy.engine, Accelerator(cpu=not on_gpu), policy.token_budget, policy.reference, dtype)
-        self.new_runner: Callable[[], StepRunner] = lambda: StepRunner(*parts)
-        self.runner = self.new_runner()
+        accelerator, engine = Accelerator(cpu=not on_gpu), policy.engine
+        self.reserved = policy.reserved
+        self.new_runner: Callable[[int], StepRunner] = lambda budget: StepRunner(
+            GRPO(), engine, accelerator, budget, policy.reference, dtype
+        )
+        self.runner = self.new_runner(policy.token_budget)
         self.cap = 0.0
         self.before = 0
 
     def start(self, cap: float) -> None:
         """Begin a case: limit the memory, and forget what was measured under another limit."""
-        self.runner, self.cap = self.new_runner(), cap
+        self.cap = cap
         self.free()
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info()[1]
             torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0))
         else:
             self.before = _resident("VmRSS")
-        optim = self.config.optim
+        optim, text = self.config.optim, self.model.config.get_text_config()
+        budget = token_budget(text, self.device, optim, reserved=self.reserved)
+        self.runner = self.new_runner(budget)
+        if optim.tiled_mlp:
+            tile_blocks(self.model, budget)
         if optim.gradient_checkpointing and not optim.checkpointing_args.get("every_layer"):
             enable_checkpointing(self.model, optimizer=optim.optimizer, keep=optim.checkpointing_args.get("keep"))
 
@@ -285,6 +294,24 @@ def answers_of(name: str, mode: str, caps: list[float], options: argparse.Namesp
             process.wait()
 
 
+def measure_unsloth(name: str, caps: Sequence[float], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Unsloth's line for each cap, or why there is none."""
+    shape, kind = CASES[name]
+    work = {"shape": {**shape, "max_position_embeddings": 1 << 20}, "vocabulary": VOCABULARY, "lora_r": 16}
+    work |= {key: getattr(options, key) for key in ("first", "longest", "minutes")} | {"quantised": kind == "qlora"}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "work.json").write_text(json.dumps(work))
+        script = ROOT / "bench" / "peers" / "unsloth_longest.py"
+        command = [os.environ.get("UNSLOTH_PYTHON", sys.executable), str(script), folder, *map(str, caps)]
+        log = Path(folder) / "log"
+        with log.open("w") as errors:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
+        for text in done.stdout.splitlines():
+            yield {"name": name, "unsloth": True} | json.loads(text)
+        if done.returncode:
+            yield {"name": name, "unsloth": True, "error": log.read_text()[-1500:]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_memory", description=__doc__)
     parser.add_argument("--only", choices=list(CASES), action="append", help="measure these models")
@@ -294,6 +321,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.8, help="after which a case tries no further length")
     parser.add_argument("--steps", type=int, default=2, help="steps at the promised length (two at any other)")
     parser.add_argument("--limit", type=float, default=240, help="seconds after which a case without a line is ended")
+    parser.add_argument("--unsloth", action="store_true", help="measure Unsloth instead")
+    parser.add_argument("--first", type=int, default=4096, help="shortest row that Unsloth tries")
     parser.add_argument("--tiny", action="store_true", help="rehearse with a tiny model on the CPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # in the process of one model
     options = parser.parse_args()
@@ -304,7 +333,9 @@ def main() -> None:
             why = "4-bit weights need a GPU" if options.tiny else "bitsandbytes is not installed"
             print(json.dumps({"name": name, "skipped": why}), flush=True)
             continue
-        for mode in options.mode or MODES:
+        for line in measure_unsloth(name, caps, options) if options.unsloth else ():
+            print(json.dumps(line), flush=True)
+        for mode in [] if options.unsloth else options.mode or MODES:
             lines = measure_here if options.inside else measure
             for line in lines(name, mode, caps, options):
                 rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}

@@ -24,13 +24,9 @@ from unsloth import FastLanguageModel  # noqa: E402  # isort: skip  # before the
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-from tokenizers.models import WordLevel  # noqa: E402
-from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl_arguments import step_arguments  # noqa: E402
-
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from unsloth_gpu_words import LINEAR, word_tokenizer  # noqa: E402
 
 
 def model() -> Any:
@@ -52,11 +48,8 @@ def model() -> Any:
     return FastLanguageModel.get_peft_model(loaded, **rank, use_gradient_checkpointing="unsloth")
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """The word `t7` is token 7."""
-    words = Tokenizer(WordLevel({"</s>": 0, "<pad>": 1} | {f"t{n}": n for n in range(2, WORK["vocabulary"])}, "<pad>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>", bos_token="t2")
+def tokenizer() -> Any:
+    return word_tokenizer(WORK["vocabulary"])
 
 
 def text(ids: list[int]) -> str:

@@ -29,6 +29,7 @@ def test_lean_sets_every_saving():
     assert optim.gradient_checkpointing
     assert optim.checkpointing_args == {"every_layer": True}
     assert optim.activation_offloading
+    assert optim.tiled_mlp
     assert optim.reference_offloading
     assert (optim.token_budget, optim.head_chunk) == (None, 256)  # rows by the free memory
     assert not parsed(SFT, memory="lean").optim.reference_offloading  # there is no reference
@@ -50,6 +51,7 @@ def test_what_is_written_stays():
     config = parsed(GRPO, memory="lean", **written)
     assert not config.optim.gradient_checkpointing
     assert not config.optim.activation_offloading
+    assert not config.optim.tiled_mlp  # which needs recomputation
     assert config.optim.token_budget == 77
     assert config.optim.checkpointing_args == {}  # without recomputation its options would do nothing
     assert not set(memory_settings(config)) & set(written)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -188,6 +189,26 @@ def test_a_reference_in_host_memory_and_a_smaller_head_are_counted(qwen):
     assert lean.activations == 256 * 151_936 * 2 * 2 + 256 * inputs
     long = Savings(recompute=True, offload_activations=True)
     assert need(qwen, "lora", savings=long).activations < 0.75 * need(qwen, "lora").activations
+
+
+def test_blocks_in_tiles_take_the_memory_of_one_tile(seven):
+    tiled = replace(LEAN, tiled_above=4096)
+    block = 4 * 18_944 * 2
+    short, at, long = (need(seven, "lora", tokens=n, savings=tiled).activations for n in (2048, 4096, 40_960))
+    assert (short, at) == tuple(need(seven, "lora", tokens=n, savings=LEAN).activations for n in (2048, 4096))
+    assert need(seven, "lora", tokens=40_960, savings=LEAN).activations - long == (40_960 - 2048) * block
+    for free in (1, 4, 40):
+        most = seven.tokens_in(free * GIB, tiled)
+        assert seven.activation_bytes(most, tiled) <= free * GIB < seven.activation_bytes(most + 64, tiled)
+    assert seven.tokens_in(40 * GIB, tiled) > 2 * seven.tokens_in(40 * GIB, LEAN)
+
+
+def test_a_model_without_gated_blocks_has_nothing_to_tile(tmp_path):
+    shapes = []
+    for kind in ("phi", "llama"):
+        tiny(kind).save_pretrained(tmp_path / kind)
+        shapes.append(shape_of(ModelSection(base_model=str(tmp_path / kind)), "tokens"))
+    assert [bool(shape.token.block) for shape in shapes] == [False, True]
 
 
 @pytest.mark.gpu

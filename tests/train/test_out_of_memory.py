@@ -8,7 +8,10 @@ from torch import nn
 
 from made_runs import OFFLINE, rows_for, trainer_for, write_model, write_online
 from upweight.config import load_config
+from upweight.engine import activations
 from upweight.errors import UserError
+from upweight.models.kernels import tiled_mlp
+from upweight.models.kernels.tiled_mlp import are_tiled
 from upweight.models.memory import smaller_rows
 from upweight.train.run import build
 
@@ -72,6 +75,26 @@ def test_then_layers_are_recomputed_and_activations_leave_the_device(tmp_path, c
         found, *_ = trained(tmp_path, offloads)
     assert found == pytest.approx(right, abs=1e-5)
     assert "giving up speed ('activation_offloading: true' from now on)" in caplog.text
+
+
+def test_gated_blocks_are_tiled_before_activations_leave_the_device(tmp_path, caplog, monkeypatch):
+    right, *_ = trained(tmp_path, lambda trainer, tokens: True)
+    for module in (tiled_mlp, activations):
+        monkeypatch.setattr(module, "TILE", 16)
+    with caplog.at_level(logging.WARNING):
+        found, *_ = trained(tmp_path, lambda trainer, tokens: are_tiled(trainer.model))
+    assert found == pytest.approx(right, abs=1e-5)
+    assert "giving up speed ('tiled_mlp: true' from now on)" in caplog.text
+    assert "activation_offloading" not in caplog.text
+
+
+def test_smaller_rows_lower_what_is_tiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiled_mlp, "TILE", 16)
+    optim = {"gradient_checkpointing": True, "tiled_mlp": True}
+    *_, trainer = trained(tmp_path, lambda trainer, tokens: tokens <= 280, parts={"optim": optim})
+    assert trainer.runner.token_budget == 256
+    limits = {vars(module).get("_tile_above") for module in trainer.model.modules()} - {None}
+    assert limits == {256}
 
 
 def test_kept_activations_go_first(tmp_path, caplog):

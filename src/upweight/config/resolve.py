@@ -48,7 +48,8 @@ def memory_settings(config: Config) -> dict[str, Any]:
     if optim.memory == "lean":
         options = {} if "keep" in written else {"every_layer": True}
         settings = {"gradient_checkpointing": True, "head_chunk_tokens": LEAN_HEAD_TOKENS}
-        settings |= {"activation_offloading": True} if whole else {}
+        recomputes = "gradient_checkpointing" not in given or optim.gradient_checkpointing
+        settings |= {"activation_offloading": True} | ({"tiled_mlp": True} if recomputes else {}) if whole else {}
         settings |= {"reference_offloading": True} if whole and _has_movable_reference(config) else {}
         in_process = config.method.online and config.rollout.backend == IN_PROCESS
         settings |= {"trl.release_sampler": True} if in_process else {}

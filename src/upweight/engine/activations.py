@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
 from upweight.log import logger
+from upweight.models.kernels.tiled_mlp import TILE, are_tiled, tile_blocks
 from upweight.models.memory import (
     HALF_BYTES,
     HEAD_CHUNK,
@@ -78,12 +79,17 @@ def recompute_every_layer(base: nn.Module) -> bool:
     return kept
 
 
-def save_less(model: nn.Module) -> str | None:
-    """Recompute activations from now on, or move what is saved to host memory; return the key that asks for it."""
+def save_less(model: nn.Module, largest: int) -> str | None:
+    """Recompute activations from now on, tile gated blocks, or offload what is saved; return the key that asks for it.
+
+    `largest`: tokens of the largest forward.
+    """
     base = unwrap_peft(model)
     if base.supports_gradient_checkpointing and not base.is_gradient_checkpointing:
         enable_checkpointing(model, every_layer=True)
         return "gradient_checkpointing: true"
+    if largest > TILE and not are_tiled(base) and tile_blocks(base, TILE):
+        return "tiled_mlp: true"
     if not base.__dict__.get("_offloads_activations"):
         offload_activations(model)
         return "activation_offloading: true"

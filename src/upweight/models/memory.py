@@ -18,6 +18,7 @@ from upweight.config.sections.training import LESS_MEMORY, OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.kernels.grouped_experts import WEIGHTS
+from upweight.models.kernels.tiled_mlp import TILE, is_gated_block
 from upweight.models.load import Head, config_with_head, model_without_weights, teacher_source
 
 GIB = 2**30
@@ -45,6 +46,7 @@ class Savings:
     offload_activations: bool = False  # what is saved for the backward is in host memory
     offload_reference: bool = False  # so are the reference and teachers, while they are not used
     head_chunk: int | None = None  # scored tokens whose logits exist at a time; None: as many as HEAD_CHUNK holds
+    tiled_above: int | None = None  # tokens of a row whose gated blocks are not computed in tiles; None: of any row
 
     @classmethod
     def of(cls, config: Config) -> "Savings":
@@ -56,7 +58,8 @@ class Savings:
         """Return those of a config's section."""
         # With `keep` a layer is recomputed where its activations do not fit, so they need not.
         offload = optim.activation_offloading, optim.reference_offloading
-        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk)
+        tiled_above = max(optim.token_budget or TILE, TILE) if optim.tiled_mlp else None
+        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk, tiled_above)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class TokenBytes:
     layer: int  # at the peak of one layer's backward: what it kept, what it recomputes, and their gradients
     kept: int  # of that, what one layer keeps from its forward to its backward
     gate: int  # what it keeps beside that if its gated block is not fused, because its weights are quantised
+    block: int  # of `layer`, what a gated block takes, which `tiled_mlp` computes a tile at a time
     inputs: int  # of one layer
     keys: int  # keys and values of all layers, in sampling
 
@@ -89,7 +93,8 @@ class TokenBytes:
         kept = 4 * hidden + 3 * heads * width + keys + 3 * wide
         if not fused:
             kept = layer
-        sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), hidden, layers * keys)
+        block = 0 if chosen else (4 if fused else 6) * wide
+        sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), block, hidden, layers * keys)
         return cls(layers, *(HALF_BYTES * size for size in sizes))
 
     def saved(self, savings: Savings) -> int:
@@ -101,6 +106,20 @@ class TokenBytes:
     def peak(self, savings: Savings) -> int:
         """Return the bytes of a token's activations at the peak of a step, in the backward of one layer."""
         return self.saved(savings) + self.layer - (0 if savings.recompute else self.kept)
+
+    def row_peak(self, tokens: int, savings: Savings) -> int:
+        """Return the bytes of a row's activations in the backward of one layer."""
+        if savings.tiled_above is None or tokens <= savings.tiled_above:
+            return tokens * self.peak(savings)
+        return tokens * (self.peak(savings) - self.block) + TILE * self.block
+
+    def tokens_in(self, free: float, savings: Savings) -> float:
+        """Return the most tokens of a row whose activations fit into so many bytes in the backward of one layer."""
+        whole = free / self.peak(savings)
+        if savings.tiled_above is None:
+            return whole
+        tiled = (free - TILE * self.block) / (self.peak(savings) - self.block)
+        return tiled if tiled > savings.tiled_above else min(whole, savings.tiled_above)
 
 
 @dataclass(frozen=True)
@@ -124,7 +143,7 @@ class Shape:
     def activation_bytes(self, tokens: int, savings: Savings) -> int:
         """Return the bytes of a forward's activations at the peak of a step: in the head, or in a layer's backward."""
         head = tokens * self.token.saved(savings) + self.head_bytes(savings, tokens)
-        return max(head, tokens * self.token.peak(savings))
+        return max(head, self.token.row_peak(tokens, savings))
 
     def quantised(self) -> "Shape":
         """Return the sizes of the model with quantised weights."""
@@ -135,7 +154,7 @@ class Shape:
         saved, chunk, logits = self.token.saved(savings), self.head_bytes(savings), self.head_bytes(savings, 1)
         of_one_chunk = min(free / (saved + logits), chunk / max(logits, 1))
         in_head = max((free - chunk) / saved, of_one_chunk)
-        return max(int(min(in_head, free / self.token.peak(savings))), 0)
+        return max(int(min(in_head, self.token.tokens_in(free, savings))), 0)
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,10 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
     vocabulary, positions = getattr(text, "vocab_size", 0), getattr(text, "max_position_embeddings", None)
-    return Shape(sum(sizes), max(sizes), dict(linear), inside, TokenBytes.of(text), vocabulary, experts, positions)
+    token = TokenBytes.of(text)
+    if not any(map(is_gated_block, model.modules())):
+        token = replace(token, block=0)
+    return Shape(sum(sizes), max(sizes), dict(linear), inside, token, vocabulary, experts, positions)
 
 
 def _is_expert(name: str, weight: nn.Parameter) -> bool:

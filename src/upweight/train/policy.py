@@ -25,6 +25,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
+from upweight.models.kernels.tiled_mlp import tile_blocks
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
 from upweight.models.memory import FORWARD_SHARE, Savings, TokenBytes, free_memory, training_bytes
 from upweight.models.modules import unwrap_peft
@@ -204,7 +205,10 @@ def make_policy(
         enable_checkpointing(model, reentrant, every_layer, optim.optimizer, optim.checkpointing_args.get("keep"))
     text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, optim, reserved=reserved)
-    budget = optim.token_budget or by_memory * (1 if context is None else context.size)
+    shares = 1 if context is None else context.size  # of a row
+    budget = optim.token_budget or by_memory * shares
+    if optim.tiled_mlp:
+        _tile_blocks(model, budget // shares, optim)
     precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
     references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
     return Policy(
@@ -221,6 +225,12 @@ def make_policy(
         reserved=reserved,
         **references,
     )
+
+
+def _tile_blocks(model: nn.Module, above: int, optim: OptimSection) -> None:
+    """Tile the gated blocks of rows with more than `above` tokens; refuse a model without any, if it was asked for."""
+    if not tile_blocks(unwrap_peft(model), above) and optim.memory != "lean":
+        raise UserError("tiled_mlp: the model has no gated blocks (gate_proj, up_proj, down_proj). Leave it out.")
 
 
 def _load_separate(load: LoadModel, device: torch.device, attach_engine: Callable[[nn.Module], Engine]) -> nn.Module:

@@ -130,6 +130,11 @@ class OptimSection(Section):
     activation_offloading: bool = setting(
         "activation_offloading", False, "Keep the activations of gradient checkpointing in host memory."
     )
+    tiled_mlp: bool = setting(
+        "tiled_mlp",
+        False,
+        "Compute the gated blocks of rows longer than `token_budget` in tiles of 2,048 tokens, for less memory.",
+    )
     reference_offloading: bool = setting(
         "reference_offloading", False, "Keep the reference's weights in host memory while they are not used."
     )

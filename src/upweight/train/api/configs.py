@@ -124,6 +124,7 @@ class MethodArguments(TrainingArguments):
     head_chunk_tokens: int | None = field_for(OptimSection, "head_chunk")
     activation_offloading: bool = field_for(OptimSection, "activation_offloading")
     reference_offloading: bool = field_for(OptimSection, "reference_offloading")
+    tiled_mlp: bool = field_for(OptimSection, "tiled_mlp")
     allow_changed_data: bool = field_for(RunSection, "allow_changed_data")
     chat_template_timeout: float = field_for(DataSection, "template_timeout")
     ddp_wait_timeout: int = field_for(ShardingSection, "wait_timeout")
