@@ -111,7 +111,8 @@ class Subject:
         if optim.tiled_mlp:
             tile_blocks(self.model, budget)
         if optim.gradient_checkpointing and not optim.checkpointing_args.get("every_layer"):
-            enable_checkpointing(self.model, optimizer=optim.optimizer, keep=optim.checkpointing_args.get("keep"))
+            keep = optim.checkpointing_args.get("keep")
+            enable_checkpointing(self.model, optimizer=optim.optimizer, keep=keep, one_node=True)
 
     def free(self) -> None:
         """Drop gradients and what the allocator holds unused."""

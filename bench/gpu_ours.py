@@ -55,6 +55,7 @@ def savings_of(work: dict[str, Any]) -> OptimSection:
     if "memory" not in work:
         return OptimSection(token_budget=work["budget"], gradient_checkpointing=True, optimizer=optimizer)
     content = {"base_model": "x", "memory": work["memory"], "optimizer": optimizer, "adapter": "lora"}
+    content |= {"token_budget": work["token_budget"]} if "token_budget" in work else {}
     return parse_config(content, folder=Path.cwd(), fragment=True).optim
 
 
@@ -99,7 +100,7 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
         num_generations=work["completions"],
         max_completion_length=work["new_tokens"],
         bf16=True,
-        **({"memory": work["memory"]} if "memory" in work else checkpointed),
+        **({"memory": work["memory"], "token_budget": work.get("token_budget")} if "memory" in work else checkpointed),
     )
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -78,6 +78,8 @@ def measure(case: str, size: str, options: argparse.Namespace, *, quantised: boo
     """Our step in each mode and Unsloth's, by turns; only ours where it is not installed."""
     python = unsloth_python()
     work = work_of(case, size, quantised=quantised)
+    if options.budget is not None:
+        work["token_budget"] = options.budget
     line: dict[str, Any] = {"name": f"unsloth_{case}", "size": size, "adapter": "qlora" if quantised else "lora"}
     line |= tokens_of(work) | ({} if python else {"unsloth": MISSING})
     modes = options.mode or MODES
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SHAPES), action="append", help="of the model (default: both)")
     parser.add_argument("--adapter", choices=["lora", "qlora"], action="append", help="(default: both)")
     parser.add_argument("--mode", choices=MODES, action="append", help="of `memory` (default: all)")
+    parser.add_argument("--budget", type=int, help="`token_budget` of ours (default: what the mode chooses)")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", action="store_true", help="only count the tokens of each case, without a GPU")
     options = parser.parse_args()

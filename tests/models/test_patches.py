@@ -7,6 +7,7 @@ import torch
 from packaging.requirements import Requirement
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
+from transformers import PreTrainedModel
 
 from tiny_models import gradients, relative_difference, tiny
 from upweight.models.patches import add_adapters_in_place, keep_soft_cap, rope_row_lengths, scale_rope_by_row_length
@@ -130,3 +131,9 @@ def test_rotary_scales_still_follow_the_batch_in_transformers():
     assert torch.allclose(model(input_ids=ids).logits, alone, atol=1e-5)
     with rope_row_lengths(torch.tensor([12, 24])):
         assert torch.allclose(model(input_ids=wide, attention_mask=mask).logits[:1, :12], alone, atol=1e-5)
+
+
+def test_transformers_takes_no_checkpoint_function():
+    """`recompute_in_one_node` can go once `gradient_checkpointing_enable` takes the function that layers call."""
+    parameters = inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters
+    assert not [name for name in parameters if "func" in name]

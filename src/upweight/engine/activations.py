@@ -28,6 +28,7 @@ from upweight.models.memory import (
     training_bytes,
 )
 from upweight.models.modules import backbone_of, unwrap_peft
+from upweight.models.patches import recompute_in_one_node
 
 MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
 
@@ -37,16 +38,21 @@ def enable_checkpointing(
     reentrant: bool = False,
     every_layer: bool = False,
     optimizer: str = USUAL_OPTIMIZER,
+    *,
     keep: float | None = None,
+    one_node: bool = False,
 ) -> None:
     """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires.
 
     `keep`: the share of the free memory that kept activations may take, on any device; None: the usual one of a GPU.
+    `one_node`: each layer is one node of the graph, with less work for the host; its weights have to be whole.
     """
     base = unwrap_peft(model)
     if reentrant:  # forwards without gradients, those of a reference, say so although nothing is lost
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if one_node and not reentrant:
+        recompute_in_one_node(base)
     base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer, keep)
     # The outputs of frozen embeddings then need gradients, or adapters get none.
     if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
@@ -86,7 +92,7 @@ def save_less(model: nn.Module, largest: int) -> str | None:
     """
     base = unwrap_peft(model)
     if base.supports_gradient_checkpointing and not base.is_gradient_checkpointing:
-        enable_checkpointing(model, every_layer=True)
+        enable_checkpointing(model, every_layer=True, one_node=True)
         return "gradient_checkpointing: true"
     if largest > TILE and not are_tiled(base) and tile_blocks(base, TILE):
         return "tiled_mlp: true"

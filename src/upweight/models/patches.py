@@ -15,8 +15,10 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, is_few, plain_adapter
+from upweight.models.kernels.recompute import recompute_layer
 from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
 from upweight.models.modules import context_value, wrap_forward
 
@@ -111,3 +113,14 @@ def _fuse_in_file(name: str) -> None:
     file = sys.modules[name]
     if (stock := getattr(file, NAME, None)) is not None and same_rotation(stock, fused := fused_form(stock)):
         setattr(file, NAME, fused)
+
+
+def recompute_in_one_node(base: PreTrainedModel) -> None:
+    """Let the checkpointed layers of a dense model be recomputed as one node each, of which the host has less work."""
+    # Routers are read where they run, which is under no gradients in such a node.
+    if getattr(base.config.get_text_config(), "num_experts_per_tok", None):
+        return
+    for layer in base.modules():
+        stock = vars(layer).get("_gradient_checkpointing_func")
+        if isinstance(layer, GradientCheckpointingLayer) and stock is not None:
+            vars(layer)["_gradient_checkpointing_func"] = functools.partial(recompute_layer, layer, stock)

@@ -202,7 +202,8 @@ def make_policy(
         offload_activations(model)
     if optim.gradient_checkpointing:
         reentrant, every_layer = (bool(optim.checkpointing_args.get(key)) for key in ("use_reentrant", "every_layer"))
-        enable_checkpointing(model, reentrant, every_layer, optim.optimizer, optim.checkpointing_args.get("keep"))
+        keep, whole = optim.checkpointing_args.get("keep"), sharding == "none" and context is None
+        enable_checkpointing(model, reentrant, every_layer, optim.optimizer, keep=keep, one_node=whole)
     text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, optim, reserved=reserved)
     shares = 1 if context is None else context.size  # of a row

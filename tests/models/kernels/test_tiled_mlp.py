@@ -37,7 +37,7 @@ def widest_block(model):
     return seen
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", ["", "stock", "one node"])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "phi3", "qwen3"])
 def test_losses_and_gradients_are_those_of_whole_blocks(kind, adapted, checkpointed):
@@ -48,7 +48,7 @@ def test_losses_and_gradients_are_those_of_whole_blocks(kind, adapted, checkpoin
             if "lora_B" in name:
                 weight.data.normal_(0, 0.1)
     if checkpointed:
-        enable_checkpointing(model, every_layer=True)
+        enable_checkpointing(model, every_layer=True, one_node=checkpointed == "one node")
     right = gradients(model)
     assert tile_blocks(model, above=TILE)
     seen = widest_block(model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from upweight.models.kernels.recompute import Recomputed, draws, read_weights
 from upweight.models.modules import wrap_forward
 
 TILE = 2048  # tokens, enough for matrix products at full speed
@@ -37,14 +38,15 @@ def is_gated_block(module: nn.Module) -> bool:
 
 
 def _tiled_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the block on tiles of a long row; with gradients, keep the input of each tile alone."""
+    """Run the block on tiles of a long row; with gradients, keep nothing but its input."""
     block, above = vars(self)["_stock_forward"], vars(self)["_tile_above"]
     x_ND = x.reshape(-1, x.shape[-1])
     if args or kwargs or len(x_ND) <= above:
         return block(x, *args, **kwargs)
-    tiles = x_ND.split(TILE)
-    if torch.is_grad_enabled():
-        outputs = [checkpoint(block, tile, use_reentrant=False) for tile in tiles]
+    if not torch.is_grad_enabled():
+        out_ND = torch.cat([block(tile) for tile in x_ND.split(TILE)])
+    elif draws(self):
+        out_ND = torch.cat([checkpoint(block, tile, use_reentrant=False) for tile in x_ND.split(TILE)])
     else:
-        outputs = [block(tile) for tile in tiles]
-    return torch.cat(outputs).view(*x.shape[:-1], -1)
+        out_ND = Recomputed.apply(block, TILE, x_ND, *read_weights(self))
+    return out_ND.view(*x.shape[:-1], -1)

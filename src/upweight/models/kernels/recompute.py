@@ -1,0 +1,110 @@
+"""Recomputation of a layer, or of a block in tiles, as one node of the graph.
+
+torch's checkpoint keeps account of every tensor that a layer saves, so that hooks and dropout work in any module. On a
+GPU that costs the host as much time as the layer's own launches. Where nothing needs it, the node here saves the input.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upweight.models.modules import every_module
+
+Run = Callable[[Tensor], Any]
+
+
+class OtherOutput(TypeError):
+    """A module returned something else than a tensor."""
+
+
+class Recomputed(torch.autograd.Function):
+    """run(x), which backward runs again: on all rows of x, or on one tile of them after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, tile: int | None, x: Tensor, *weights: Tensor) -> Tensor:
+        """`weights`: all that `run` reads and that gets gradients."""
+        ctx.run, ctx.tile, ctx.weights = run, tile, weights
+        ctx.save_for_backward(x)
+        outputs = [run(part) for part in _parts(x, tile)]
+        if not all(isinstance(out, Tensor) for out in outputs):
+            raise OtherOutput(f"expected a tensor, got {type(outputs[0]).__name__}")
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        run, weights, wants_x = ctx.run, ctx.weights, ctx.needs_input_grad[2]
+        on_x: list[Tensor] = []
+        on_weights: list[Tensor | None] = [None] * len(weights)
+        for part, grad in zip(_parts(x, ctx.tile), _parts(grad_outputs[0], ctx.tile), strict=True):
+            inner = part.detach().requires_grad_(wants_x)
+            with torch.enable_grad():
+                out = run(inner)
+            found = torch.autograd.grad(out, ((inner,) if wants_x else ()) + weights, grad, allow_unused=True)
+            on_x += found[:1] if wants_x else ()
+            on_weights = list(map(_sum, on_weights, found[wants_x:]))
+        return None, None, (torch.cat(on_x) if len(on_x) > 1 else on_x[0]) if wants_x else None, *on_weights
+
+
+def _parts(x: Tensor, tile: int | None) -> tuple[Tensor, ...]:
+    return (x,) if tile is None else x.split(tile)
+
+
+def _sum(total: Tensor | None, found: Tensor | None) -> Tensor | None:
+    if total is None or found is None:
+        return found if total is None else total
+    return total.add_(found)
+
+
+def read_weights(module: nn.Module) -> list[Tensor]:
+    """Return what a module's forward reads and what gets gradients: parameters, or their copies in another dtype."""
+    pairs = [
+        (parameter, vars(one).get(name, parameter))
+        for one in every_module(module)
+        for name, parameter in one._parameters.items()
+    ]
+    weights = {id(read): read for parameter, read in pairs if parameter is not None and read.requires_grad}
+    return list(weights.values())
+
+
+def draws(module: nn.Module) -> bool:
+    """Return whether a module in training draws random numbers, which a recomputation would have to repeat."""
+    modules = every_module(module)
+    dropped = any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules)
+    return dropped or any(_is_positive(getattr(one, "attention_dropout", 0)) for one in modules)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, float | int) and value > 0
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values and inside their lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *args: Any) -> Any:
+    """Run a layer that backward recomputes as one node; where that would not do, by the `stock` checkpoint.
+
+    `call`: the layer's call as a partial function that has its keyword arguments; `args`: the positional ones.
+    """
+    if not torch.is_grad_enabled():
+        return call(*args)
+    hidden, others = args[0] if args else None, (*args[1:], *getattr(call, "keywords", {}).values())
+    mixed = isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type)
+    alone = isinstance(hidden, Tensor) and not any(one.requires_grad for one in tensors_in(others))
+    if not alone or mixed or vars(layer).get("_stock_checkpoint") or draws(layer):
+        return stock(call, *args)
+    try:
+        return Recomputed.apply(lambda x: call(x, *args[1:]), None, hidden, *read_weights(layer))
+    except OtherOutput:
+        vars(layer)["_stock_checkpoint"] = True
+        return stock(call, *args)

@@ -1,0 +1,150 @@
+"""A recomputed layer as one node: the gradients of stock checkpointing, and less that is kept account of."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tiny_models import tiny
+from upweight.config.sections.model import AdapterSection
+from upweight.engine.activations import enable_checkpointing
+from upweight.models.adapters.attach import attach_adapter
+from upweight.models.kernels import recompute
+from upweight.models.kernels.recompute import Recomputed, read_weights
+from upweight.models.precision import set_up_precision
+
+IDS = torch.arange(2, 39)[None]
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """The calls of the node, by what they were given."""
+    calls = []
+    stock = Recomputed.apply
+
+    def apply(*args):
+        calls.append(args)
+        return stock(*args)
+
+    monkeypatch.setattr(recompute, "Recomputed", SimpleNamespace(apply=apply))
+    return calls
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def adapted(kind, **options):
+    model = attach_adapter(tiny(kind), AdapterSection(kind="lora", rank=4, target_linear=True, **options))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0, 0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen2", "cohere", "gpt_oss", "qwen3_next", "smollm3"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradients_are_those_of_a_model_that_keeps_everything(kind, lora):
+    model = adapted(kind) if lora else tiny(kind).train()
+    right = gradients(model)
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    loss, found = gradients(model)
+    assert loss == pytest.approx(right[0], abs=1e-6)
+    assert found.keys() == right[1].keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, right[1][name], atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_reach_float32_masters_through_their_copies(nodes):
+    model = adapted("llama")
+    model.bfloat16()
+    set_up_precision(model, torch.bfloat16)
+    right = gradients(model)
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    found = gradients(model)
+    assert len(nodes) == 3
+    assert found[0] == right[0]
+    assert all(torch.equal(gradient, right[1][name]) for name, gradient in found[1].items())
+
+
+def test_a_layer_that_draws_random_numbers_uses_the_stock_checkpoint(nodes):
+    model = adapted("llama", dropout=0.5)
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    gradients(model)
+    assert not nodes
+    model.eval().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    gradients(model)
+    assert len(nodes) == 3
+
+
+def test_mixtures_use_the_stock_checkpoint_whose_routers_have_gradients(nodes):
+    model = tiny("qwen3_moe").train()
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    model.zero_grad()
+    out = model(input_ids=IDS, labels=IDS, output_router_logits=True)
+    assert out.aux_loss.requires_grad
+    assert not nodes
+
+
+def test_without_gradients_nothing_is_saved(nodes):
+    model = tiny("llama").train()
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert not nodes
+
+
+class Pair(GradientCheckpointingLayer):
+    """A layer that returns more than a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, scale=None):
+        out = self.inner(x) if scale is None else self.inner(x) * scale
+        return out, None
+
+
+def test_other_outputs_and_other_inputs_with_gradients_use_the_stock_checkpoint():
+    torch.manual_seed(0)
+    layer, x = Pair().train(), torch.randn(2, 4, requires_grad=True)
+    calls = []
+
+    def stock(call, *args):
+        calls.append(args)
+        return call(*args)
+
+    for _ in range(2):
+        out, _ = recompute.recompute_layer(layer, stock, layer.forward, x)
+        out.sum().backward()
+    assert len(calls) == 2
+    assert layer._stock_checkpoint
+    one = nn.Linear(4, 4).train()
+    recompute.recompute_layer(one, stock, lambda x, y: one(x) * y, x, torch.ones(4, requires_grad=True))
+    assert len(calls) == 3
+
+
+def test_a_copy_of_the_model_recomputes_with_its_own_weights():
+    model = tiny("llama").train()
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    twin = copy.deepcopy(model)
+    for weight in model.parameters():
+        weight.data.zero_()
+    _, found = gradients(twin)
+    assert all(float(gradient.abs().sum()) > 0 for gradient in found.values())
+
+
+def test_weights_that_are_read_are_counted_once():
+    shared = nn.Linear(2, 2)
+    module = nn.Sequential(shared, nn.Linear(2, 2).requires_grad_(False), shared)
+    assert [id(weight) for weight in read_weights(module)] == [id(shared.weight), id(shared.bias)]
