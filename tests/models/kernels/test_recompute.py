@@ -1,11 +1,14 @@
 """A recomputed layer as one node: the gradients of stock checkpointing, and less that is kept account of."""
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tiny_models import tiny
@@ -101,6 +104,20 @@ def test_without_gradients_nothing_is_saved(nodes):
     with torch.no_grad():
         model(input_ids=IDS)
     assert not nodes
+
+
+def test_inputs_of_layers_that_are_saved_elsewhere_are_not_held():
+    model = tiny("llama").train()
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    inputs = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    gc.collect()
+    assert len(inputs) == 3
+    assert not [one for one in inputs if one() is not None]
+    loss.backward()
 
 
 class Pair(GradientCheckpointingLayer):

@@ -34,28 +34,44 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        run, weights, wants_x = ctx.run, ctx.weights, ctx.needs_input_grad[2]
-        on_x: list[Tensor] = []
-        on_weights: list[Tensor | None] = [None] * len(weights)
-        for part, grad in zip(_parts(x, ctx.tile), _parts(grad_outputs[0], ctx.tile), strict=True):
-            inner = part.detach().requires_grad_(wants_x)
-            with torch.enable_grad():
-                out = run(inner)
-            found = torch.autograd.grad(out, ((inner,) if wants_x else ()) + weights, grad, allow_unused=True)
-            on_x += found[:1] if wants_x else ()
-            on_weights = list(map(_sum, on_weights, found[wants_x:]))
-        return None, None, (torch.cat(on_x) if len(on_x) > 1 else on_x[0]) if wants_x else None, *on_weights
+        (x,), (grad,), tile = ctx.saved_tensors, grad_outputs, ctx.tile
+        wants_x = ctx.needs_input_grad[2]
+        if tile is None:
+            return None, None, *_gradients(ctx.run, x, grad, ctx.weights, wants_x)
+        on_x = torch.empty_like(x) if wants_x else None
+        totals: list[Tensor | None] = [None] * len(ctx.weights)
+        for start in range(0, len(x), tile):
+            part = slice(start, start + tile)
+            of_part, *on_weights = _gradients(ctx.run, x[part], grad[part], ctx.weights, wants_x)
+            if on_x is not None:
+                on_x[part] = 0 if of_part is None else of_part
+            totals = list(map(_sum, totals, on_weights))
+        return (
+            None,
+            None,
+            on_x,
+            *(None if one is None else one.to(w.dtype) for one, w in zip(totals, ctx.weights, strict=True)),
+        )
 
 
 def _parts(x: Tensor, tile: int | None) -> tuple[Tensor, ...]:
     return (x,) if tile is None else x.split(tile)
 
 
+def _gradients(run: Run, x: Tensor, grad: Tensor, weights: tuple[Tensor, ...], wants_x: bool) -> list[Tensor | None]:
+    """Return the gradients of x, if it wants one, and of the weights."""
+    inner = x.detach().requires_grad_(wants_x)
+    with torch.enable_grad():
+        out = run(inner)
+    found = torch.autograd.grad(out, ((inner,) if wants_x else ()) + weights, grad, allow_unused=True)
+    return [*([] if wants_x else [None]), *found]
+
+
 def _sum(total: Tensor | None, found: Tensor | None) -> Tensor | None:
-    if total is None or found is None:
-        return found if total is None else total
-    return total.add_(found)
+    """Add in float32: the gradient of a weight is a sum over many tiles."""
+    if found is None:
+        return total
+    return found.float() if total is None else total.add_(found)
 
 
 def read_weights(module: nn.Module) -> list[Tensor]:
@@ -98,13 +114,15 @@ def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *arg
     """
     if not torch.is_grad_enabled():
         return call(*args)
-    hidden, others = args[0] if args else None, (*args[1:], *getattr(call, "keywords", {}).values())
+    hidden, rest = args[0] if args else None, args[1:]
+    others = (*rest, *getattr(call, "keywords", {}).values())
     mixed = isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type)
     alone = isinstance(hidden, Tensor) and not any(one.requires_grad for one in tensors_in(others))
     if not alone or mixed or vars(layer).get("_stock_checkpoint") or draws(layer):
         return stock(call, *args)
     try:
-        return Recomputed.apply(lambda x: call(x, *args[1:]), None, hidden, *read_weights(layer))
+        # The function must not hold the input, which may wait in host memory.
+        return Recomputed.apply(lambda x: call(x, *rest), None, hidden, *read_weights(layer))
     except OtherOutput:
         vars(layer)["_stock_checkpoint"] = True
         return stock(call, *args)
