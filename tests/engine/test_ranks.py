@@ -70,7 +70,7 @@ def run_rank(folder):
             model = made(kind).train()
             engine = Engine(model)
             if kind.startswith("checkpointed"):
-                enable_checkpointing(model)
+                enable_checkpointing(model, one_node=wrapper == "ddp")
             wrapped = DistributedDataParallel(model) if wrapper == "ddp" else sharded(model)
             check_first_batch(engine, wrapped, batches[0]).require()
             for batch in batches:

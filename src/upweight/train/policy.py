@@ -196,14 +196,7 @@ def make_policy(
         load = partial(_load_separate, separate_reference, device, attach_engine)
     reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
     teachers = None if load_teachers is None else load_teachers(model, engine, attach_engine)
-    if optim.neftune_alpha is not None:
-        add_noise(model, optim.neftune_alpha)
-    if optim.activation_offloading:
-        offload_activations(model)
-    if optim.gradient_checkpointing:
-        reentrant, every_layer = (bool(optim.checkpointing_args.get(key)) for key in ("use_reentrant", "every_layer"))
-        keep, whole = optim.checkpointing_args.get("keep"), sharding == "none" and context is None
-        enable_checkpointing(model, reentrant, every_layer, optim.optimizer, keep=keep, one_node=whole)
+    _save_activations(model, optim, whole=sharding == "none" and context is None)
     text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, optim, reserved=reserved)
     shares = 1 if context is None else context.size  # of a row
@@ -226,6 +219,18 @@ def make_policy(
         reserved=reserved,
         **references,
     )
+
+
+def _save_activations(model: nn.Module, optim: OptimSection, *, whole: bool) -> None:
+    """Set up noise on embeddings, offloading and recomputation; `whole`: weights and rows are not shared by ranks."""
+    if optim.neftune_alpha is not None:
+        add_noise(model, optim.neftune_alpha)
+    if optim.activation_offloading:
+        offload_activations(model)
+    if optim.gradient_checkpointing:
+        options = optim.checkpointing_args
+        reentrant, every_layer = bool(options.get("use_reentrant")), bool(options.get("every_layer"))
+        enable_checkpointing(model, reentrant, every_layer, optim.optimizer, keep=options.get("keep"), one_node=whole)
 
 
 def _tile_blocks(model: nn.Module, above: int, optim: OptimSection) -> None:
