@@ -62,16 +62,31 @@ class ImagePrompts:
 
     def folded(self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes]) -> list[int]:
         """Return a prompt with one placeholder for each image, which the server writes out again."""
-        ids, done, at = [], 0, 0
+        prompt, ids, done, at = list(prompt), [], 0, 0
         for ref, content in zip(refs, contents, strict=True):
             written = self.reader.refer(content, ref.path)[1].ids
-            start = _next(prompt, ref.token_id, at) - written.index(ref.token_id)
+            start = self._parted(prompt, _next(prompt, ref.token_id, at) - written.index(ref.token_id), written)
             if start < done or tuple(prompt[start : start + len(written)]) != written:
                 problem = "its tokens in the prompt are not those that the processor writes for it alone"
                 raise UserError(f"image {ref.path}: {problem}, so vLLM cannot be sent it; sample in this process.")
             ids += [*prompt[done:start], *self._placeholder]
             done = at = start + len(written)
         return [*ids, *prompt[done:]]
+
+    def _parted(self, prompt: list[int], start: int, written: Sequence[int]) -> int:
+        """Part the outer tokens of an image from text that is one token with them; return where the image starts."""
+        # Gemma 3 writes empty lines around an image, and has tokens of several lines; vLLM joins them again.
+        tokenizer, end = self.reader.processor.tokenizer, start + len(written) - 1
+        for at, mark, is_start in ((end, written[-1], False), (start, written[0], True)):
+            if not 0 <= at < len(prompt) or prompt[at] == mark:
+                continue
+            joined, own = tokenizer.convert_ids_to_tokens([prompt[at], mark])
+            rest = joined.removesuffix(own) if is_start else joined.removeprefix(own)
+            beside = tokenizer.convert_tokens_to_ids(rest)
+            if rest != joined and beside is not None and tokenizer.convert_ids_to_tokens(beside) == rest:
+                prompt[at : at + 1] = [beside, mark] if is_start else [mark, beside]
+                start += is_start
+        return start
 
     def choices(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
         """Return the choices of an answer in the form of /v1/completions; raise if the server wrote other tokens."""
