@@ -110,8 +110,9 @@ def test_marks_of_an_image_that_are_one_token_with_the_text_are_parted_from_it(t
     lines = [tokenizer.convert_tokens_to_ids("\n" * number) for number in (1, 2)]
     sent = ImagePrompts(reader).folded(prompt, refs, contents)
     assert sent == [*tokenizer.encode("ab"), lines[0], begin, begin, lines[1], *tokenizer.encode("c")]
-    with pytest.raises(UserError, match=r"0\.png: its tokens in the prompt are not those"):
-        ImagePrompts(reader).folded([65, *one[1:]], refs[:1], contents[:1])
+    for other in ([65, *one[1:]], tokenizer.encode(f"{texts[0]}\nc", add_special_tokens=False)):
+        with pytest.raises(UserError, match=r"0\.png: its tokens in the prompt are not those"):
+            ImagePrompts(reader).folded(other, refs[:1], contents[:1])
 
 
 def test_a_server_that_writes_other_tokens_is_refused_with_both_counts(tmp_path):

@@ -75,7 +75,8 @@ class ImagePrompts:
 
     def _parted(self, prompt: list[int], start: int, written: Sequence[int]) -> int:
         """Part the outer tokens of an image from text that is one token with them; return where the image starts."""
-        # Gemma 3 writes empty lines around an image, and has tokens of several lines; vLLM joins them again.
+        # Gemma 3 writes an empty line before and after an image, and has tokens of several line ends, which vLLM joins
+        # again; vLLM 0.32 finds no image that a single line end follows.
         tokenizer, end = self.reader.processor.tokenizer, start + len(written) - 1
         for at, mark, is_start in ((end, written[-1], False), (start, written[0], True)):
             if not 0 <= at < len(prompt) or prompt[at] == mark:
@@ -83,7 +84,8 @@ class ImagePrompts:
             joined, own = tokenizer.convert_ids_to_tokens([prompt[at], mark])
             rest = joined.removesuffix(own) if is_start else joined.removeprefix(own)
             beside = tokenizer.convert_tokens_to_ids(rest)
-            if rest != joined and beside is not None and tokenizer.convert_ids_to_tokens(beside) == rest:
+            known = beside is not None and tokenizer.convert_ids_to_tokens(beside) == rest
+            if rest != joined and known and (is_start or rest == own):
                 prompt[at : at + 1] = [beside, mark] if is_start else [mark, beside]
                 start += is_start
         return start
