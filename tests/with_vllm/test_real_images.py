@@ -82,7 +82,7 @@ def prompts_in(folder, kind, reader):
         refs.append(ref)
         texts.append(expansion.text)
     # Gemma 3 has one token for the lines that end a text and the empty ones before an image.
-    prompts = [f"ab\n{texts[0]}c", f"f\n\n{texts[1]}{texts[2]}\n\nh", "abc"]
+    prompts = [f"ab\n{texts[0]}c", f"f\n\n{texts[1]}gh{texts[2]}\n\ni", "abc"]
     encode = reader.processor.tokenizer.encode
     return [encode(prompt, add_special_tokens=False) for prompt in prompts], ((refs[0],), (refs[1], refs[2]), ())
 

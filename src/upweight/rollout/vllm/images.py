@@ -83,9 +83,10 @@ class ImagePrompts:
                 continue
             joined, own = tokenizer.convert_ids_to_tokens([prompt[at], mark])
             rest = joined.removesuffix(own) if is_start else joined.removeprefix(own)
-            beside = tokenizer.convert_tokens_to_ids(rest)
-            known = beside is not None and tokenizer.convert_ids_to_tokens(beside) == rest
-            if rest != joined and known and (is_start or rest == own):
+            beside: int | None = tokenizer.convert_tokens_to_ids(rest)  # that of the unknown token, where there is none
+            if beside is None or rest == joined or tokenizer.convert_ids_to_tokens(beside) != rest:
+                continue
+            if is_start or rest == own:
                 prompt[at : at + 1] = [beside, mark] if is_start else [mark, beside]
                 start += is_start
         return start
