@@ -73,6 +73,7 @@ def tokenizer(kind: str = "llava") -> PreTrainedTokenizerFast:
     named = {}
     if kind == "gemma3":
         named = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+        bytes_alone.add_tokens(["\n" * number for number in range(1, 5)])  # which vLLM looks for
     if kind == "internvl":
         named = {"start_image_token": "<boi>", "end_image_token": "<eoi>", "context_image_token": "<image>"}
         named |= {"video_token": "<video>"}

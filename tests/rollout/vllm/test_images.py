@@ -97,6 +97,24 @@ def test_tokens_that_the_processor_does_not_write_are_refused(tmp_path):
         asyncio.run(ImagePrompts(reader).body([65, *one], refs, {}))
 
 
+def test_marks_of_an_image_that_are_one_token_with_the_text_are_parted_from_it(tmp_path):
+    _, tokenizer, reader = served(
+        "gemma3"
+    )  # which has tokens of one to four empty lines, and writes two beside an image
+    refs, (one, two) = written(reader, tmp_path, (48, 32), (64, 64))
+    texts = [tokenizer.decode(ids) for ids in (one, two)]
+    contents = [(tmp_path / f"{number}.png").read_bytes() for number in range(2)]
+    prompt = tokenizer.encode(f"ab\n{texts[0]}{texts[1]}\n\nc", add_special_tokens=False)
+    assert not any(tuple(prompt[at : at + len(one)]) == tuple(one) for at in range(len(prompt)))
+    (begin,) = tokenizer.encode(reader.placeholder, add_special_tokens=False)
+    lines = [tokenizer.convert_tokens_to_ids("\n" * number) for number in (1, 2)]
+    sent = ImagePrompts(reader).folded(prompt, refs, contents)
+    assert sent == [*tokenizer.encode("ab"), lines[0], begin, begin, lines[1], *tokenizer.encode("c")]
+    for other in ([65, *one[1:]], tokenizer.encode(f"{texts[0]}\nc", add_special_tokens=False)):
+        with pytest.raises(UserError, match=r"0\.png: its tokens in the prompt are not those"):
+            ImagePrompts(reader).folded(other, refs[:1], contents[:1])
+
+
 def test_a_server_that_writes_other_tokens_is_refused_with_both_counts(tmp_path):
     _, _, reader = served()
     _, (one,) = written(reader, tmp_path, (48, 32))

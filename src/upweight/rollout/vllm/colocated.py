@@ -21,7 +21,8 @@ from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion, transport_for, write_aside
-from upweight.rollout.vllm.images import ImageProbe, ImagePrompts
+from upweight.rollout.vllm.image_probe import image_probe
+from upweight.rollout.vllm.images import ImagePrompts
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
 from upweight.rollout.vllm.server import completions_of
 from upweight.serve.command import allowed_rank
@@ -59,8 +60,7 @@ class VllmColocated:
         self._transport = transport_for(model, lora_sync, dtype, name)
         reader = image_reader(tokenizer)
         self._images = None if reader is None else ImagePrompts(reader)
-        probes = probes_images and self._images is not None
-        self._image_probe = ImageProbe(self._images, temperature) if probes and self._images is not None else None
+        self._image_probe = image_probe(self._images if probes_images else None, temperature, longest)
         on_gpu = torch.cuda.is_available()
         self._sleeps = sleeps and on_gpu
         self._settings: dict[str, Any] = {

@@ -3,21 +3,13 @@
 import asyncio
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
-import torch
-from torch import nn
 
 from upweight.errors import UserError
 from upweight.image_files import open_image
-from upweight.log import warn_once
 from upweight.models.processor import ImageReader
-from upweight.models.vision import token_types
-from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
-from upweight.rollout.vllm.probe import FLOAT32_LIMIT, agrees, difference, probe_fields
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused
 from upweight.types import ImageRef
 
 GENERATE = "/inference/v1/generate"  # takes token ids with images
@@ -70,16 +62,34 @@ class ImagePrompts:
 
     def folded(self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes]) -> list[int]:
         """Return a prompt with one placeholder for each image, which the server writes out again."""
-        ids, done, at = [], 0, 0
+        prompt, ids, done, at = list(prompt), [], 0, 0
         for ref, content in zip(refs, contents, strict=True):
             written = self.reader.refer(content, ref.path)[1].ids
-            start = _next(prompt, ref.token_id, at) - written.index(ref.token_id)
+            start = self._parted(prompt, _next(prompt, ref.token_id, at) - written.index(ref.token_id), written)
             if start < done or tuple(prompt[start : start + len(written)]) != written:
                 problem = "its tokens in the prompt are not those that the processor writes for it alone"
                 raise UserError(f"image {ref.path}: {problem}, so vLLM cannot be sent it; sample in this process.")
             ids += [*prompt[done:start], *self._placeholder]
             done = at = start + len(written)
         return [*ids, *prompt[done:]]
+
+    def _parted(self, prompt: list[int], start: int, written: Sequence[int]) -> int:
+        """Part the outer tokens of an image from text that is one token with them; return where the image starts."""
+        # Gemma 3 writes an empty line before and after an image, and has tokens of several line ends, which vLLM joins
+        # again; vLLM 0.32 finds no image that a single line end follows.
+        tokenizer, end = self.reader.processor.tokenizer, start + len(written) - 1
+        for at, mark, is_start in ((end, written[-1], False), (start, written[0], True)):
+            if not 0 <= at < len(prompt) or prompt[at] == mark:
+                continue
+            joined, own = tokenizer.convert_ids_to_tokens([prompt[at], mark])
+            rest = joined.removesuffix(own) if is_start else joined.removeprefix(own)
+            beside: int | None = tokenizer.convert_tokens_to_ids(rest)  # that of the unknown token, where there is none
+            if beside is None or rest == joined or tokenizer.convert_ids_to_tokens(beside) != rest:
+                continue
+            if is_start or rest == own:
+                prompt[at : at + 1] = [beside, mark] if is_start else [mark, beside]
+                start += is_start
+        return start
 
     def choices(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
         """Return the choices of an answer in the form of /v1/completions; raise if the server wrote other tokens."""
@@ -98,65 +108,6 @@ class ImagePrompts:
             counts = f"other tokens around the images of a prompt ({len(expanded)} in all, in training {len(prompt)})"
         remedy = "serve the same processor settings (processor_config.json; `processor_kwargs` do not reach vLLM)"
         raise UserError(f"vLLM writes {counts}: {remedy}, or sample in this process (leave out trl.use_vllm).")
-
-
-class ImageProbe:
-    """A prompt with an image of noise, by which server and trainer are compared: weights, processor and positions."""
-
-    def __init__(self, prompts: ImagePrompts, temperature: float) -> None:
-        self._prompts, self._reader = prompts, prompts.reader
-        self._content = _noise()
-        ref, expansion = self._reader.refer(self._content, "probe.png")
-        self._refs = (ref,)
-        around = self._reader.processor.tokenizer.encode("ab", add_special_tokens=False)
-        self.prompt: list[int] = [*around, *expansion.ids, *around]
-        self.fields = prompts.without_image_token(probe_fields(temperature))
-        self._exact: bool | None = None  # whether the first answer was equal to the last digits, as in float32
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """Return the prompt and its image as an engine in this process takes them."""
-        return self._prompts.in_process(self.prompt, self._refs, [self._content])
-
-    async def ask(self, client: VllmClient, name: str) -> tuple[list[int], list[float]]:
-        """Return the prompt with the tokens that the server samples after it, and their log-probs."""
-        body = self._prompts.written(self.prompt, self._refs, [self._content], self.fields)
-        try:
-            answer = await client.ask(GENERATE, {**body, "model": name}, seconds=None)
-        except RequestRefused as error:
-            raise explained(error, client.url) from None
-        (choice,) = self._prompts.choices(answer, self.prompt)
-        return [*self.prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
-
-    def comparison(
-        self, ids: list[int], logps: list[float], temperature: float, *, adapted: bool
-    ) -> Callable[[nn.Module], tuple[float, float]]:
-        """Return a function that compares a model, with or without its adapter, with the server's log-probs."""
-        ids_BN, token = torch.tensor([ids]), self._reader.token_id
-        pixels = self._reader.inputs_of(self._content) | token_types(self._reader.family, ids_BN == token)
-        options: dict[str, Any] = {"adapted": adapted, "prompt": len(self.prompt), "images": pixels, "never": token}
-        return partial(difference, ids=ids, reported_logps=logps, temperature=temperature, **options)
-
-    def agrees(self, mean: float, largest: float, *, exact: bool) -> bool:
-        """Whether a difference is within the limit; `exact` where log-probs of text are equal, as in float32."""
-        if self._exact is None:
-            # Far below the limit, so that another way of resizing never counts as the same and then fails by chance.
-            self._exact = exact and largest <= FLOAT32_LIMIT / 10
-            if exact and not self._exact and agrees(mean, largest, exact=False):
-                warn_once(
-                    f"vLLM's log-probs after an image differ by up to {largest:.2g} from the trainer's: it prepares "
-                    "images in another way (torchvision instead of Pillow, or other processor settings)"
-                )
-        return agrees(mean, largest, exact=self._exact)
-
-
-def _noise() -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(7).integers(0, 255, (224, 224, 3), np.uint8)  # which Qwen's processors do not resize
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def data_uri(content: bytes) -> str:

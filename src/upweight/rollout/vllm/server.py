@@ -21,7 +21,8 @@ from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, VllmClient, unreachable
 from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
-from upweight.rollout.vllm.images import GENERATE, ImageProbe, ImagePrompts, explained
+from upweight.rollout.vllm.image_probe import image_probe
+from upweight.rollout.vllm.images import GENERATE, ImagePrompts, explained
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
 from upweight.types import Completion, Completions, Done, ImageRef, Prompts, Sampling
@@ -82,7 +83,7 @@ class VllmServer:
             folder=folder.resolve(),
             temperature=temperature,
             on_model=on_model,
-            image_probe=ImageProbe(self._images, temperature) if probes_images and self._images is not None else None,
+            image_probe=image_probe(self._images if probes_images else None, temperature, self._longest),
         )
         self.weights.check_base(name)
 

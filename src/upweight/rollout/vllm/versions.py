@@ -19,7 +19,7 @@ from upweight.log import logger, warn_once
 from upweight.models.modules import unwrap_peft
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient, backoff
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
-from upweight.rollout.vllm.images import ImageProbe
+from upweight.rollout.vllm.image_probe import ImageProbe
 from upweight.rollout.vllm.probe import (
     agrees,
     applies_temperature,
@@ -94,7 +94,7 @@ class ServedVersions:
         if not self._within_limit(mean, largest):
             raise UserError(self._other_weights(mean))
         if (mean := self._apart_after_image(with_image, adapted=False)) is not None:
-            raise UserError(self._other_weights(mean))
+            raise UserError(self._other_weights(mean, after=", or prepares images in another way: after one"))
 
     @property
     def reports_sampler_logps(self) -> bool:
@@ -126,7 +126,8 @@ class ServedVersions:
                 if not self._within_limit(mean, largest):
                     raise RequestFailed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
                 if (mean := self._apart_after_image(served.with_image, adapted=True)) is not None:
-                    raise RequestFailed(f"log-probs after an image differ by {mean:.3g} on average from the trainer's")
+                    apart = f"log-probs after an image differ by {mean:.3g} on average from the trainer's"
+                    raise RequestFailed(f"{apart}, those after text do not: another vision tower or processor")
                 self.client.run(self._make_current(served))
                 return served
             except (OSError, SafetensorError, RequestFailed, RequestRefused) as error:
@@ -281,8 +282,8 @@ class ServedVersions:
         mean, largest = self.on_model(self._image_probe.comparison(*answer, temperature, adapted=adapted))
         return None if self._quantised or self._image_probe.agrees(mean, largest, exact=exact) else mean
 
-    def _other_weights(self, mean: float) -> str:
+    def _other_weights(self, mean: float, after: str = ":") -> str:
         return (
-            f"the server at {self.client.url} computes with other weights: its log-probs differ by {mean:.3g} on "
+            f"the server at {self.client.url} computes with other weights{after} its log-probs differ by {mean:.3g} on "
             "average from those of base_model. Restart it with `upweight vllm-serve`."
         )
