@@ -12,9 +12,7 @@ WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 def refuse_export(file: Path) -> None:
     """Raise a UserError with the way out where a file is a workbook, or a CSV whose first line is for Excel alone."""
     if file.suffix.lower() in WORKBOOKS:
-        raise UserError(
-            f"{file}: is a workbook, which is not read. {EXCEL[0].upper()}{EXCEL[1:]}; then `upweight new` with that file."
-        )
+        raise UserError(f"{file}: is a workbook, which is not read: {EXCEL}; then `upweight new` with that file.")
     with file.open("rb") as opened:
         start = opened.read(64)
     if file.suffix.lower() in (".csv", ".tsv") and start.removeprefix(b"\xef\xbb\xbf").lower().startswith(b"sep="):
