@@ -15,7 +15,7 @@ from upweight.runs.files import HEALTH
 from upweight.runs.health import REPEAT_AFTER, RULES, too_early, verdicts
 from upweight.train.recording.callbacks import HealthCallback
 
-EARLY = ("reward at zero", "format ignored", "flat reward", "rarely earned", "no signal so far")
+EARLY = ("reward at zero", "empty answers", "format ignored", "flat reward", "rarely earned", "no signal so far")
 
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
