@@ -222,3 +222,12 @@ def test_a_model_that_the_hub_does_not_give_is_one_error_without_its_traces(trai
     with pytest.raises(UserError, match="model: could not load the tokenizer of 'Qwen/Misspelt'") as caught:
         getattr(upweight, f"{trainer}Trainer")("Qwen/Misspelt", args=args, train_dataset=ROWS["pairs"], **change)
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
+def test_another_model_that_the_hub_does_not_give_is_named_by_its_input(folder):
+    given = {"model": str(folder / "model"), "train_dataset": ROWS["pairs"]}
+    with pytest.raises(UserError, match="^ref_model: could not load the config of"):
+        DPOTrainer(**given, ref_model="Qwen/Misspelt", args=DPOConfig(output_dir=str(folder), **COMMON))
+    args = upweight.DistillationConfig(output_dir=str(folder), **COMMON)
+    with pytest.raises(UserError, match="^teacher_model: could not load the tokenizer of"):
+        upweight.DistillationTrainer(**given, teacher_model="Qwen/Misspelt", args=args)
