@@ -226,8 +226,8 @@ def test_a_model_that_the_hub_does_not_give_is_one_error_without_its_traces(trai
 
 def test_another_model_that_the_hub_does_not_give_is_named_by_its_input(folder):
     given = {"model": str(folder / "model"), "train_dataset": ROWS["pairs"]}
-    with pytest.raises(UserError, match="^ref_model: could not load the config of"):
+    with pytest.raises(UserError, match=r"^ref_model: could not load the config of"):
         DPOTrainer(**given, ref_model="Qwen/Misspelt", args=DPOConfig(output_dir=str(folder), **COMMON))
     args = upweight.DistillationConfig(output_dir=str(folder), **COMMON)
-    with pytest.raises(UserError, match="^teacher_model: could not load the tokenizer of"):
+    with pytest.raises(UserError, match=r"^teacher_model: could not load the tokenizer of"):
         upweight.DistillationTrainer(**given, teacher_model="Qwen/Misspelt", args=args)
