@@ -92,7 +92,7 @@ def warn_of_odd_rows(report: PrepareReport, notes: Mapping[str, str]) -> None:
             logger.warning("%s, %s: %s%s. %s", counts.where, place, ODD_ROWS[odd], others, remedy)
 
 
-def require_differing_pairs(report: PrepareReport, rows: Iterable[Mapping[str, Any]], note: str) -> None:
+def require_differing_pairs(report: PrepareReport, rows: Iterable[Any], note: str) -> None:
     """Raise a UserError if the two answers of each training row are the same; `note` is the one that counts such."""
     same = [part for part in report.parts if not part.evaluation and part.notes[note]]
     # Rows that repeat earlier ones are left out after they are counted, so the count alone does not tell.

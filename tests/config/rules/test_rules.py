@@ -103,7 +103,7 @@ BROKEN = {
     "generation_top_p: nothing is answered": {**HELD, "generation_top_p": 0.9},
     "eval_samples: is for offline methods": {**GRPO, "val_set_size": 2, "eval_samples": 4},
     "eval_samples: a reward model": {**HELD, "reward_model": True, "eval_samples": 4},
-    "eval_samples: answers are not sampled from sharded weights (fsdp, deepspeed). Drop it, or": {**HELD, "fsdp": True, "eval_samples": 4},
+    "eval_samples: answers are not sampled": {**HELD, "fsdp": True, "eval_samples": 4},
     "datasets[0].as_messages: is for rows": {
         **DPO, "datasets": [{"path": "d", "type": "chatml.intel", "as_messages": True}]
     },

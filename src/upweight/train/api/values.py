@@ -16,12 +16,13 @@ def read_numbers(args: Any) -> None:
     """Replace texts by the numbers and switches that they stand for; raise for what stands for none, by arguments."""
     problems = []
     for one in dataclasses.fields(args):
-        value, kinds = getattr(args, one.name), set(branches(one.type))
+        kind: Any = one.type
+        value, kinds = getattr(args, one.name), set(branches(kind))
         is_cut = isinstance(value, float) and float not in kinds
         if kinds <= NUMBERS and (is_cut or isinstance(value, str | list | tuple | dict)):
             try:
-                setattr(args, one.name, TypeAdapter(one.type).validate_python(value))
+                setattr(args, one.name, TypeAdapter(kind).validate_python(value))
             except ValidationError:
-                problems.append(f"{one.name}: expected {describe(one.type)}, got {brief(value)}.")
+                problems.append(f"{one.name}: expected {describe(kind)}, got {brief(value)}.")
     if problems:
         raise WrongTypeError("\n".join(problems))
