@@ -12,7 +12,7 @@ from upweight.config.config import how_to_choose
 from upweight.config.schema import markdown
 from upweight.methods import METHODS
 from upweight.runs.health import EXPLAINED, RULES, Rule, RunKind, Sign
-from upweight.train.api import configs
+from upweight.train.api import configs, other_names
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.distill import DistillationConfig, GKDConfig
 from upweight.train.api.fields import help_of
@@ -64,7 +64,7 @@ def arguments() -> str:
         "",
     ]
     lines += ["Not taken by configs that do not name them below:", "", "| argument | what to do |", "|---|---|"]
-    lines += [f"| `{name}` | {text} |" for name, text in configs.REPLACED.items()]
+    lines += [f"| `{name}` | {text} |" for name, text in other_names.REPLACED.items()]
     for kind in kinds:
         lines += ["", f"### {kind.__name__}", ""]
         if further := {name: key for name, key in named[kind].items() if name not in shared}:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +192,12 @@ def test_what_the_table_of_sizes_in_the_docs_promises_fits(size, capsys):
 def test_the_size_in_a_models_name_is_the_one_to_ask_for():
     names = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B-Instruct", "Qwen3-30B-A3B", "mine", "google/gemma-2-9b-it")
     assert [near_size(name) for name in names] == ["1B", "7B", "32B", "7B", "8B"]
+
+
+def test_rows_are_not_needed_nor_the_package_that_reads_them(tmp_path):
+    config = write_config(tmp_path, write_model(tmp_path / "model"))
+    (tmp_path / "pairs.jsonl").unlink(missing_ok=True)
+    program = "import sys; sys.modules['datasets'] = None; from upweight.cli.app import app; app(sys.argv[1:])"
+    command = [sys.executable, "-c", program, "fits", str(config), "--memory", "24"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "this config fits" in ended.stdout, ended.stderr

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -189,7 +191,7 @@ def listening(pid):
 @pytest.mark.slow
 def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, num_epochs=40, save_strategy="no")
-    process = begun(file, "--num-processes", 2)
+    process = begun(file, "--num-processes", 2, "seed=7")
     ranks = children_of(process)
     assert len(ranks) == 2
     assert listening(process.pid) == {"0100007F"}
@@ -202,8 +204,11 @@ def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_
     ((step, folder),) = checkpoints_of(tmp_path / "out")
     assert is_whole(folder)
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in folder.iterdir()}
-    done = launched("train", file, "--resume", f"max_steps={step + 1}", "--num-processes", 2)
+    command = re.search(r"continue with `upweight ([^`]*)`", said)[1]
+    assert command == shlex.join(["train", str(file), "seed=7", "--num-processes", "2", "--resume"])
+    done = launched(*shlex.split(command), f"max_steps={step + 1}")
     assert done.returncode == 0, done.stderr
+    assert "set otherwise than when the run began: max_steps" in done.stderr
     assert metrics_of(tmp_path / "out")[-1]["step"] == step + 1
 
 

@@ -77,6 +77,8 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
         ({"rl": "ppo"}, "PPO needs a value model, which is not here. 'rl: grpo' learns from the same rewards"),
         ({"rl": "DR-GRPO"}, "Write 'rl: grpo' with 'trl: {loss_type: dr_grpo}'."),
         ({"rl": "sft"}, "Leave 'rl' out"),
+        ({"trl": {"vllm_device": "cuda:1"}}, "trl.vllm_device: set CUDA_VISIBLE_DEVICES where"),
+        ({"use_teacher_server": True}, "use_teacher_server: give the server's URL as `distill.teacher`"),
         ({"lr": "dpo"}, "lr: unknown key. Did you mean 'rl'?"),
         ({"bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type: an option of bitsandbytes: write it under `bnb_config"),
         ({"lora_rank": 8}, "lora_rank: unknown key. Did you mean 'lora_r'?"),

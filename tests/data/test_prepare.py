@@ -270,6 +270,15 @@ def test_pairs_of_one_answer_twice_are_counted_and_the_first_is_named(run, caplo
     assert "so are those of 2 rows in all" in caplog.text
 
 
+def test_pairs_that_are_all_one_answer_twice_are_refused_with_the_first(run):
+    same = [{**pair(n), "rejected": f"good {n}"} for n in range(3)]
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(UserError, match=r"row 0 \(rows.jsonl:1\): the chosen .* of all rows \(3\)\. See"):
+            run(same, val_set_size=0)
+    repeated = [same[0], same[0], same[0], pair(4)]
+    assert len(run(repeated, dataset_exact_deduplication=True).train) == 2
+
+
 def test_one_empty_answer_is_counted_as_one(run, tmp_path, caplog):
     datasets.Dataset.from_list([pair(1), {**pair(2), "rejected": ""}]).to_csv(tmp_path / "rows.csv")
     run(datasets=[{"path": "rows.csv", "as_messages": True}], chat_template="chatml")

@@ -71,6 +71,15 @@ def test_a_path_to_nothing_and_one_to_a_file(tmp_path):
     assert f"Name the folder that it is in: `base_model: {tmp_path / 'mine'}`" in problem
 
 
+def test_a_teacher_in_a_folder_that_is_not_there_is_named_by_its_key(tmp_path):
+    whole, other = (folder_with(tmp_path / name, *WHOLE) for name in ("mine", "other"))
+    keys = {"rl": "distill", "datasets": [{"path": "rows.jsonl"}]}
+    for place in (other, "organisation/teacher", "http://localhost:8001"):
+        assert problems(whole, **keys, distill={"teacher": str(place), "top_k": 4}) == []
+    (problem,) = problems(whole, **keys, distill={"teachers": {"code": str(tmp_path / "mien")}})
+    assert problem.startswith(f"distill.teachers.code: {tmp_path / 'mien'} is no folder here")
+
+
 def test_later_stages_begin_with_folders_that_are_not_there_yet(tmp_path):
     stages = [{"name": "a"}, {"name": "b"}]
     assert problems(folder_with(tmp_path / "m", *WHOLE), stages=stages, output_dir=str(tmp_path / "out")) == []

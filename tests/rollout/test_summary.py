@@ -47,6 +47,11 @@ def test_metrics_have_the_names_and_values_people_know():
     assert found["sampling/entropy"] == pytest.approx(0.5)
 
 
+def test_completions_that_are_their_end_alone_are_empty():
+    one = group([0.0], [0.0], [0.0], [0.0], lengths=[1, 0, 1, 2], finished=[True, True, False, True])
+    assert summary([one], ["a"], GRPO())["completions/empty_share"] == 0.5
+
+
 def test_what_has_no_value_is_left_out():
     found = summary([group([NAN, NAN])], ["a", "b"], GRPO())
     assert not any(math.isnan(value) for value in found.values())

@@ -12,10 +12,10 @@ from made_health import HEALTHY, PAIRS, SICK, learning, run_of
 from slow_cases import slow_except
 from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
-from upweight.runs.health import REPEAT_AFTER, RULES, too_early, verdicts
+from upweight.runs.health import REPEAT_AFTER, RULES, Health, outdated, too_early, verdicts
 from upweight.train.recording.callbacks import HealthCallback
 
-EARLY = ("reward at zero", "format ignored", "flat reward", "rarely earned", "no signal so far")
+EARLY = ("reward at zero", "empty answers", "format ignored", "flat reward", "rarely earned", "no signal so far")
 
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
@@ -58,6 +58,17 @@ def test_rewards_without_spread_since_the_first_step_are_reported_in_short_runs(
     one_step_with_spread = {**constant, "frac_reward_zero_std": lambda step: 0.9 if step == 2 else 1.0}
     assert verdicts(run_of(one_step_with_spread, steps=12)) == []
     assert verdicts(run_of(constant, steps=3)) == []
+
+
+def test_a_constant_reward_has_one_verdict_in_the_end_and_the_one_that_says_more():
+    constant = {**HEALTHY, "reward": 0.5, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    health = Health()
+    as_it_runs = [verdict.name for row in run_of(constant, steps=25) for verdict in health.take(row)]
+    assert as_it_runs == ["no signal so far", "no signal"]
+    (verdict,) = verdicts(run_of(constant, steps=25))
+    assert (verdict.name, verdict.level) == ("no signal", "alarm")
+    assert "a reward that is always the same looks like this" in verdict.line()
+    assert outdated(["no signal so far", "truncated"]) == set()
 
 
 def test_healthy_runs_are_left_alone():

@@ -16,6 +16,7 @@ from upweight.config.yaml_file import read_yaml
 from upweight.errors import UserError
 from upweight.log import logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
+from upweight.runs.command import started_by
 from upweight.runs.files import CONFIG, METRICS, no_such_run, read_json
 from upweight.runs.record import TRAINED, earlier_run
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
@@ -42,6 +43,7 @@ def run_train(
         _refuse_used_folder(config, resume=resume)
     flags_of = (("--quiet", quiet), ("--json", as_json), ("--overwrite", overwrite))
     options = [option for option, wanted in flags_of if wanted]
+    shown = [option for option in options if option != "--overwrite"]
 
     def train_one(number: int | None, resume_it: bool) -> None:
         """Train a stage, or a config without stages, with ranks or in this process."""
@@ -59,14 +61,15 @@ def run_train(
         elif code:
             sys.exit(code)
 
-    if stage is not None or not config.stages:
-        train_one(stage, resume)
-        return
-    if is_rank():
-        raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
-    from upweight.train.stages import train_stages
+    with started_by([str(path), *overrides, *start.options(), *shown], start.extra):
+        if stage is not None or not config.stages:
+            train_one(stage, resume)
+            return
+        if is_rank():
+            raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
+        from upweight.train.stages import train_stages
 
-    train_stages(config, train_one, resume=resume or config.run.auto_resume)
+        train_stages(config, train_one, resume=resume or config.run.auto_resume)
 
 
 def _refuse_used_folder(config: Config, *, resume: bool) -> None:

@@ -24,7 +24,14 @@ from upweight.data.chat_rows import has_plain_prompts, warn_of_plain_prompts
 from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import Record
-from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure, warn_of_odd_rows
+from upweight.data.report import (
+    REPORT_JSON,
+    EntryCounts,
+    PrepareReport,
+    measure,
+    require_differing_pairs,
+    warn_of_odd_rows,
+)
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
 from upweight.data.workers import (
@@ -167,10 +174,11 @@ def _prepare_cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], 
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
         cache.write_folder(folder, lambda target: _write_prepared(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
-    warn_of_odd_rows(prepared.report, ODD)
     if trains:
+        require_differing_pairs(prepared.report, prepared.train, ODD["pair"])
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
         require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().location(0)}")
+    warn_of_odd_rows(prepared.report, ODD)
     return prepared
 
 

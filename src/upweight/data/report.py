@@ -1,13 +1,15 @@
 """The report on data preparation: rows read, kept and dropped, token lengths, and suggested settings."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from upweight.errors import UserError
 from upweight.log import logger
 
 PERCENTILES = (50, 90, 95, 99)
@@ -88,6 +90,18 @@ def warn_of_odd_rows(report: PrepareReport, notes: Mapping[str, str]) -> None:
             rows = counts.notes[notes[odd]]
             others = f"; so are those of {rows:,} rows in all, and they are kept" if rows > 1 else "; the row is kept"
             logger.warning("%s, %s: %s%s. %s", counts.where, place, ODD_ROWS[odd], others, remedy)
+
+
+def require_differing_pairs(report: PrepareReport, rows: Iterable[Any], note: str) -> None:
+    """Raise a UserError if the two answers of each training row are the same; `note` is the one that counts such."""
+    same = [part for part in report.parts if not part.evaluation and part.notes[note]]
+    # Rows that repeat earlier ones are left out after they are counted, so the count alone does not tell.
+    if sum(part.notes[note] for part in same) < report.train_rows or not same:
+        return
+    if all(row["chosen_ids"] == row["rejected_ids"] for row in rows):
+        problem = f"{ODD_ROWS['pair']}; so are those of all rows ({report.train_rows:,})"
+        remedy = "See which columns are read as the answers, and whether `sequence_len` cuts them before they differ"
+        raise UserError(f"{same[0].where}, {same[0].odd['pair']}: {problem}. {remedy}.")
 
 
 REPORT_JSON = TypeAdapter(PrepareReport)  # to and from JSON values

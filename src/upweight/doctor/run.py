@@ -21,7 +21,7 @@ MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "Memo
 MEMORY_REMEDIES = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
 KILLED_ERRORS = (
     "it recorded no reason, as when host memory is full (exit code -9 or 137): look into the system's log; fewer "
-    "dataloader_num_workers and no dataset_keep_in_memory need less; then `upweight train CONFIG --resume`"
+    "dataloader_num_workers and no dataset_keep_in_memory need less; then "
 )
 FULL = 64 << 20  # bytes free, of a disk on which no checkpoint has room
 
@@ -50,7 +50,7 @@ def check_run(folder: Path) -> list[Finding]:
     ]
     ended = _run_state(rows, record, state, whole)
     if state == "killed" and (free := shutil.disk_usage(folder).free) < FULL:
-        full = f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole)}"
+        full = f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole, record)}"
         ended = replace(
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
         )
@@ -69,10 +69,10 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
     endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
-        "stopped": ("warning", f"was stopped {where}", _resume_advice(whole)),
-        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume_advice(whole)}"),
+        "stopped": ("warning", f"was stopped {where}", _resume_advice(whole, record)),
+        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume_advice(whole, record)}"),
         "running": ("ok", f"is running, {where}", ""),
-        "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS),
+        "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS + _resuming(record)),
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)
@@ -118,8 +118,12 @@ def _judge_later(waiting: list[Waiting]) -> str:
     return f"{len(waiting)} rules judge later: '{first.name}' from step {first.step} on, all from step {last.step} on"
 
 
-def _resume_advice(whole: int | None) -> str:
+def _resume_advice(whole: int | None, record: dict[str, Any]) -> str:
     """Return the remedy: resume from the last complete checkpoint, or start again where there is none."""
     if whole is None:
         return "there is no whole checkpoint to resume from: start again; save_steps sets how often they are written"
-    return f"resume from step {whole} with `upweight train CONFIG --resume`"
+    return f"resume from step {whole} with {_resuming(record)}"
+
+
+def _resuming(record: dict[str, Any]) -> str:
+    return f"`{record.get('command') or 'upweight train CONFIG --resume'}`"

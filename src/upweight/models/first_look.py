@@ -18,7 +18,12 @@ MOST_KINDS = 6  # of files, in a message
 
 def model_problems(config: Config) -> Iterator[str]:
     """Yield what would stop the model of a config from being loaded; one that may be on the hub is not judged."""
-    section = (config.stages or (config,))[0].model  # later stages begin with folders that are not there yet
+    first = (config.stages or (config,))[0]  # later stages begin with folders that are not there yet
+    for name, place in first.teacher.places.items():
+        key = "distill.teacher" if name is None else f"distill.teachers.{name}"
+        if not Path(place).expanduser().exists() and "://" not in place:
+            yield from _missing(key, place)
+    section = first.model
     if section.base_model is None:
         return
     path = Path(section.base_model).expanduser()
@@ -28,10 +33,17 @@ def model_problems(config: Config) -> Iterator[str]:
     elif path.is_file():
         if path.suffix != ".gguf":
             yield f"base_model: {path} is a file. Name the folder that it is in: `base_model: {path.parent}`."
-    elif section.base_model.startswith((".", "~", "/")) or section.base_model.count("/") > 1:
+    else:
+        yield from _missing("base_model", section.base_model)
+
+
+def _missing(key: str, place: str) -> Iterator[str]:
+    """Yield that a folder is not there, where the place can be nothing else."""
+    path = Path(place).expanduser()
+    if place.startswith((".", "~", "/")) or place.count("/") > 1:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, beside)
-        yield f"base_model: {section.base_model} is no folder here (looked in {path.absolute()}).{meant}"
+        yield f"{key}: {place} is no folder here (looked in {path.absolute()}).{meant}"
 
 
 def lacks_tokenizer(source: str) -> bool:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
-from upweight.errors import UserError, did_you_mean
+from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.first_look import broken_weights
@@ -106,7 +107,18 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
                 f"then log in with `hf auth login`): {first}"
             )
-        raise UserError(f"{key}: could not load the {what} of {source!r}: {remedy}") from error
+        said = UserError(f"{key}: could not load the {what} of {source!r}: {remedy}")
+        of_hub = isinstance(error, OSError) and not Path(source).is_dir()
+        raise said from None if of_hub else error  # its traces, five of a wrong name, say nothing more
+
+
+@contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """Put the key that names another model in place of `base_model` in the errors about loading it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"\bbase_model\b", key, str(error))) from foreign_cause(error)
 
 
 def _models_to_name(key: str) -> str:

@@ -82,6 +82,8 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     distinct = [len(set(members)) / len(members) for members in token_ids if members]
     clipped = float(1 - ended.double().mean())
     metrics = {"completions/clipped_ratio": clipped, "completions/distinct_share": sum(distinct) / len(distinct)}
+    empty = [one.finished and len(one.completion_ids) <= 1 and not one.earlier for one in completions]  # the end alone
+    metrics["completions/empty_share"] = sum(empty) / len(empty)
     for kind, values in (("", lengths), ("terminated_", lengths[ended])):
         if len(values):
             ways = {"mean": values.mean(), "min": values.min(), "max": values.max()}

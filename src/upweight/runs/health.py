@@ -224,9 +224,17 @@ class Health:
 
 
 def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
-    """Return every verdict on a run, from the rows of its metrics.jsonl."""
+    """Return every verdict on a run, from the rows of its metrics.jsonl, without those that later ones say better."""
     health = Health()
-    return [verdict for row in rows for verdict in health.take(row)]
+    found = [verdict for row in rows for verdict in health.take(row)]
+    left_out = outdated(verdict.name for verdict in found)
+    return [verdict for verdict in found if verdict.name not in left_out]
+
+
+def outdated(names: Iterable[str]) -> set[str]:
+    """Return those of a run's verdicts that told of its start what another one of them tells for good."""
+    told = set(names)
+    return {rule.name for rule in RULES if rule.from_start and told.intersection(rule.hidden_by)}
 
 
 def too_early(rows: Iterable[MetricsRow]) -> list[Waiting]:

@@ -15,6 +15,7 @@ from upweight.files import storage_error, write_text
 from upweight.log import logger
 from upweight.processes import start_ticks
 from upweight.runs.checkpoints import checkpoints_of, is_whole, newest_marked
+from upweight.runs.command import recorded_command, resume_words
 from upweight.runs.files import CONFIG, RECORD, metrics_of, read_json, this_machine
 from upweight.runs.report.page import write_report
 from upweight.runs.report.run import run_status
@@ -80,7 +81,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         return
     folder.mkdir(parents=True, exist_ok=True)
     process = {"pid": os.getpid(), "begun": start_ticks(os.getpid()), "machine": this_machine()}
-    record = {"state": "running", "started": time.time(), **process, **about}
+    record = {"state": "running", "started": time.time(), **process, "command": recorded_command(), **about}
     write_text(folder / RECORD, json.dumps(record))
     end: dict[str, Any] = {"state": "done"}
     try:
@@ -123,7 +124,7 @@ def _resume_sentence(folder: Path) -> str:
     whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
     if whole is None:
         return "There is no whole checkpoint: once the cause is mended, start again."
-    return f"The checkpoint of step {whole} is whole: once the cause is mended, go on from it with --resume."
+    return f"The checkpoint of step {whole} is whole: once the cause is mended, go on from it with {resume_words()}."
 
 
 def report_on(folder: Path) -> None:

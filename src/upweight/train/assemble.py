@@ -25,7 +25,7 @@ from upweight.engine.context_parallel import require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
-from upweight.models.load import compute_dtype, load_model, load_model_config
+from upweight.models.load import compute_dtype, load_model, load_model_config, named_by
 from upweight.models.precision import HALF_DTYPES
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
@@ -302,7 +302,7 @@ def _separate_reference(config: Config, objects: Objects, dtype: torch.dtype, to
     """Return a function that loads a separate reference model, or None where the initial policy is the reference."""
     reference, load = objects.reference, partial(load_model, dtype=dtype, seed=config.optim.seed)
     if isinstance(reference, str):
-        return partial(load, config.model.model_copy(update={"base_model": reference}))
+        return named_by("ref_model")(partial(load, config.model.model_copy(update={"base_model": reference})))
     if reference is not None:
         return lambda: reference
     return partial(load, config.model, tokenizer=tokenizer) if config.adapter.separate_reference else None

@@ -119,7 +119,7 @@ def test_spreadsheets_that_separate_cells_otherwise_are_read(folder, separator, 
         ("", "is empty"),
         ("a,a\n1,2\n", "column 'a' appears twice"),
         ("a,b\n\n", "has no rows"),
-        ("a,b\n\xe9,2\n", "Save it as UTF-8"),
+        ("a,b\n\xe9,2\n", "`iconv -f cp1252 -t utf-8"),
     ],
 )
 def test_a_bad_csv_is_explained(folder, content, message):

@@ -1,5 +1,6 @@
 """A run folder as the page sees it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,13 @@ def test_a_finished_run(tmp_path):
     assert run["completions"][0]["rows"][0]["reward"] == 2.0
     (held_out,) = run["held_out"]
     assert held_out["lines"][0] == {"metric": "reward", "before": 0.1, "after": 10.1, "first": 0, "last": 10}
+
+
+def test_verdicts_on_the_start_are_left_out_where_a_later_one_says_more(tmp_path):
+    folder = write_run(tmp_path / "run")
+    found = [{"name": name, "level": "alarm", "step": 4} for name in ("no signal so far", "no signal", "truncated")]
+    (folder / "health.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    assert [one["name"] for one in read(folder)["health"]] == ["no signal", "truncated"]
 
 
 def test_secrets_stay_out_of_the_page(tmp_path):

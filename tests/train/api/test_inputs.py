@@ -3,6 +3,7 @@
 import inspect
 import logging
 import math
+import traceback
 
 import pytest
 import torch
@@ -213,3 +214,20 @@ def test_stages_of_grpo_share_one_model(folder):
         before = [w.clone() for n, w in trainer.model.named_parameters() if "lora_B" in n]
         trainer.train()
     assert any(weight.any() for weight in before)
+
+
+@pytest.mark.parametrize(("trainer", "change"), [("DPO", {}), ("GRPO", {"reward_funcs": len})])
+def test_a_model_that_the_hub_does_not_give_is_one_error_without_its_traces(trainer, change, tmp_path):
+    args = getattr(upweight, f"{trainer}Config")(output_dir=str(tmp_path), report_to="none")
+    with pytest.raises(UserError, match="model: could not load the tokenizer of 'Qwen/Misspelt'") as caught:
+        getattr(upweight, f"{trainer}Trainer")("Qwen/Misspelt", args=args, train_dataset=ROWS["pairs"], **change)
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
+def test_another_model_that_the_hub_does_not_give_is_named_by_its_input(folder):
+    given = {"model": str(folder / "model"), "train_dataset": ROWS["pairs"]}
+    with pytest.raises(UserError, match=r"^ref_model: could not load the config of"):
+        DPOTrainer(**given, ref_model="Qwen/Misspelt", args=DPOConfig(output_dir=str(folder), **COMMON))
+    args = upweight.DistillationConfig(output_dir=str(folder), **COMMON)
+    with pytest.raises(UserError, match=r"^teacher_model: could not load the tokenizer of"):
+        upweight.DistillationTrainer(**given, teacher_model="Qwen/Misspelt", args=args)

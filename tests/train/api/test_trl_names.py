@@ -70,6 +70,11 @@ def test_every_argument_of_a_trainer_is_taken_or_has_a_reason(name):
         ("DPOConfig", {"max_prompt_length": 4, "max_length": 8}, "Remove it and set 'max_length'"),
         ("DPOConfig", {"max_lenght": 1, "no_cuda": True}, "max_length(.|\\n)*'no_cuda'. It is 'use_cpu'"),
         ("KTOConfig", {"generate_during_eval": True}, "Remove it"),
+        ("GRPOConfig", {"vllm_device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ("DistillationConfig", {"use_teacher_server": True}, "URL as 'teacher_model_name_or_path'"),
+        ("SFTConfig", {"lora_r": 8}, "peft_config=LoraConfig"),
+        ("GRPOConfig", {"stop_token": "eos"}, "'generation_kwargs'"),
+        ("GRPOConfig", {"num_value_samples": 4}, "upweight docs api"),
         ("CPOConfig", {"nonsense_beyond_words": 4}, "upweight docs api"),
     ],
 )

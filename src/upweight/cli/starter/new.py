@@ -10,7 +10,7 @@ import typer
 
 from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
-from upweight.cli.starter.excel import explain_export
+from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
 from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mapped_columns, prompt_column, text_of
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
@@ -117,9 +117,9 @@ def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
     if not file.is_file():
         beside = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UserError(f"{file}: there is no such file.{did_you_mean(file.name, beside)}")
-    with explain_export(file):
-        rows = open_entry(DatasetSpec(path=str(file.resolve())), "datasets[0]", Path.cwd()).rows()
-        return rows.take(0, min(LOOKED_AT, len(rows)))
+    refuse_export(file)
+    rows = open_entry(DatasetSpec(path=str(file)), "datasets[0]", Path.cwd()).rows()
+    return rows.take(0, min(LOOKED_AT, len(rows)))
 
 
 def _map_columns(plan: Plan, winner: Preference | None) -> None:

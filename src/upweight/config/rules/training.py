@@ -166,7 +166,8 @@ def held_out_answers(config: Config) -> Iterator[str]:
     elif config.method.head != "tokens":
         yield f"{key}: a reward model ({config.method.name}) scores texts and writes none. Drop it."
     elif config.sharding.fsdp or config.sharding.deepspeed is not None:
-        yield f"{key}: answers are not sampled from sharded weights (fsdp, deepspeed). Drop it."
+        remedy = f"Drop it, or add {key}=0 to the command"
+        yield f"{key}: answers are not sampled from sharded weights (fsdp, deepspeed). {remedy}."
 
 
 def best_checkpoint(config: Config) -> Iterator[str]:

@@ -9,7 +9,16 @@ from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.data.columns import PLAIN, ROLES, first_row, mapping_advice, misses_columns
 from upweight.data.raw_row import Row, RowError, marked, read_label
-from upweight.data.sources.lookup import entry_name, existing, matches, missing_files, patterns_of
+from upweight.data.sources.lookup import (
+    FILE_KINDS,
+    entry_name,
+    existing,
+    file_suffix,
+    matches,
+    missing_files,
+    patterns_of,
+)
+from upweight.data.sources.raw_files import encoding_problem
 from upweight.errors import did_you_mean
 
 # What rows with a `type` need, by the kind of data: a column of each group. Types that are not listed are not judged.
@@ -46,6 +55,7 @@ NEEDED: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "steps": {"stepwise_supervised": (("completions", "input_ids"), ("labels",))},
 }  # fmt: skip
 
+FIRST_LINES = 1000  # of a file that are looked at
 MOST_READERS = 4  # formats that a message names
 
 
@@ -69,6 +79,8 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
     for pattern in patterns_of(entry)[:1]:
         files += map(Path, matches(pattern, local, config.folder)[0][:1])
     row = first_row(files[0]) if files else None
+    if files and row is None and FILE_KINDS.get(file_suffix(files[0])) in ("json", "csv"):
+        yield from (f"{entry_name(entry, key)}: {one}" for one in [encoding_problem(files[0], FIRST_LINES)] if one)
     kind = config.method.formats()
     problem = missing_columns(kind, entry, row) or _unread_label(kind, entry, row) if row is not None else None
     if problem is not None:

@@ -40,8 +40,9 @@ from upweight.data.sources.lookup import (
     patterns_of,
     similar_to,
 )
+from upweight.data.sources.raw_files import COMPRESSED, explained_encoding
 from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream, StreamStart
-from upweight.data.sources.text_files import COMPRESSED, LineFile
+from upweight.data.sources.text_files import LineFile
 from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
@@ -236,7 +237,7 @@ def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool =
     except UserError:  # which is a ValueError
         raise
     except LOADING_ERRORS as error:
-        remedy = ". Save it as UTF-8" if "codec can't decode" in _root_reason(error) else ""
+        remedy = ""
         if "Error tokenizing data" in _root_reason(error):
             remedy = ". Put cells that hold the separator into double quotes, and write a quote in them twice"
         raise UserError(f"{where}: cannot be loaded: {_root_reason(error)}{remedy}") from error
@@ -288,7 +289,8 @@ def _sources(files: list[Path], kind: str | None, streaming: bool = False) -> di
         else:
             if file_kind == "parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
                 raise UserError(f"{file}: has no rows.")
-            sources += _load_tables(file_kind, data_files=str(file), **_csv_options(file_kind, file))["train"]
+            with explained_encoding(file):
+                sources += _load_tables(file_kind, data_files=str(file), **_csv_options(file_kind, file))["train"]
     return {"train": sources}
 
 

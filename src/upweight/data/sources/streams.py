@@ -16,7 +16,8 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
 from upweight.data.columns import csv_separator
-from upweight.data.sources.text_files import COMPRESSED, parse_line
+from upweight.data.sources.raw_files import COMPRESSED, explained_encoding
+from upweight.data.sources.text_files import parse_line
 from upweight.errors import UserError
 
 CHUNK_ROWS = 256  # rows that are encoded together; a reader stops between two chunks only
@@ -86,8 +87,9 @@ class FileStream:
         for index in range(number, len(self.files)):
             file = self.files[index]
             try:
-                for chunk, after in READERS[self.kinds[index]](file, inside):
-                    yield chunk, [index, after]
+                with explained_encoding(file):
+                    for chunk, after in READERS[self.kinds[index]](file, inside):
+                        yield chunk, [index, after]
             except UserError:
                 raise
             except READ_ERRORS as error:

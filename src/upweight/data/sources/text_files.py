@@ -1,8 +1,5 @@
 """Random access to the rows of JSON lines, JSON lists and plain text files, which are parsed on demand."""
 
-import bz2
-import gzip
-import io
 import json
 import lzma
 import mmap
@@ -12,31 +9,21 @@ import shutil
 import tempfile
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from upweight.data.sources.raw_files import COMPRESSED, encoding_problem
 from upweight.errors import UserError
 
 READ_BYTES = 1 << 26
 LIST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\[")
 SPACES = np.frombuffer(b" \t\r\f\v", np.uint8)
-
-
-def _open_zst(path: Path, mode: str = "rb", encoding: str | None = None, newline: str | None = None) -> Any:
-    content = io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
-    return io.TextIOWrapper(content, encoding, newline=newline) if "t" in mode else content
-
-
-COMPRESSED: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst,
-}  # fmt: skip
 
 
 class LineFile:
@@ -134,7 +121,8 @@ def _decoded(path: Path, raw: bytes, line: int) -> str:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         line += raw.count(b"\n", 0, error.start)
-        raise UserError(f"{path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from error
+        problem = encoding_problem(path) if path.is_file() else None
+        raise UserError(problem or f"{path}:{line}: is not UTF-8 text. Save it as UTF-8.") from error
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from upweight.models.export import exported_weights
 from upweight.processes import free_port
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
+from upweight.runs.command import resume_words
 
 T = TypeVar("T")
 Chunk = list[tuple[str, Tensor]]
@@ -133,7 +134,7 @@ class DirectTransport(WeightTransport):
         if weights is None:
             raise UserError(
                 f"the server at {client.url} was restarted, and weights sent by {self.channel.name} are not kept: go "
-                "on with --resume; 'trl.vllm_weight_transfer: folder' would send them again"
+                f"on with {resume_words()}; 'trl.vllm_weight_transfer: folder' would send them again"
             )
         try:
             began = (await client.identity()).began

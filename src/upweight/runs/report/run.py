@@ -9,7 +9,7 @@ import yaml
 
 from upweight.processes import is_alive
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
-from upweight.runs.health import too_early
+from upweight.runs.health import outdated, too_early
 from upweight.runs.report.charts import COMPARED, split_set
 from upweight.runs.report.completions import CompletionsReader, reward_ranges
 from upweight.runs.report.reading import POINTS, columns, number, plain
@@ -57,7 +57,7 @@ class RunReader:
             "facts": facts(config, record, method),
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
             "settings": _flat_keys(config),
-            "health": plain(self.health.read(), LONGEST_VERDICT),
+            "health": plain(self._verdicts(), LONGEST_VERDICT),
             "too_early": [one._asdict() for one in too_early(row for row in rows if isinstance(row.get("step"), int))],
             "steps": steps,
             "metrics": values,
@@ -69,6 +69,11 @@ class RunReader:
             "ranges": reward_ranges(completions),
             "notes": notes,
         }
+
+    def _verdicts(self) -> list[dict[str, Any]]:
+        found = self.health.read()
+        left_out = outdated(str(verdict.get("name")) for verdict in found)
+        return [verdict for verdict in found if verdict.get("name") not in left_out]
 
     def _config_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the resolved config, or the settings in a script's record, without secrets."""

@@ -16,7 +16,7 @@ from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.run import RunSection
 from upweight.config.sections.training import OptimSection, ShardingSection
-from upweight.errors import UserError, did_you_mean
+from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
@@ -24,6 +24,8 @@ from upweight.methods.users.function import UserFunction
 from upweight.settings import Section, keys_of
 from upweight.train.api.as_config import checked_config, error_translator
 from upweight.train.api.fields import field_for, help_of, no_effect, refused, with_help
+from upweight.train.api.other_names import advice
+from upweight.train.api.values import read_numbers
 from upweight.train.distributed.deepspeed import require_deepspeed
 from upweight.train.distributed.ranks import init_single_rank
 from upweight.train.machine_checks import report_to_problems
@@ -47,33 +49,6 @@ REFUSED = {  # arguments of transformers
     "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
 }
 
-BOUNDED_TOGETHER = "Remove it and set 'max_length', the tokens of prompt and completion together."
-REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
-    "max_seq_length": "It is 'max_length' now.",
-    "max_prompt_length": BOUNDED_TOGETHER,
-    "max_target_length": BOUNDED_TOGETHER,
-    "dataset_batch_size": "Rows are prepared in batches anyway; leave it out.",
-    "evaluation_strategy": "It is 'eval_strategy' now.",
-    "no_cuda": "It is 'use_cpu' now.",
-    "rpo_alpha": "It is loss_type=['sigmoid', 'sft'] with loss_weights=[1.0, rpo_alpha] now.",
-    "reference_free": "CPO and SimPO (CPOConfig) need no reference.",
-    "ref_model_init_kwargs": "A 'ref_model' given by name is loaded with 'model_init_kwargs'.",
-    "generate_during_eval": "Remove it; `upweight inference` answers with the trained model.",
-    "tokenizer": "Pass it to the trainer, as 'processing_class'.",
-    "dataset_text_field": "Rename the columns of the dataset to prompt and those that the method reads.",
-    "model_adapter_name": "The active adapter is trained.",
-    "ref_adapter_name": "The reference is the adapter as it is at the start.",
-    "max_completion_length": BOUNDED_TOGETHER,
-    "overwrite_output_dir": "Leave it out: a run that is not resumed begins anew in its 'output_dir'.",
-    "vllm_guided_decoding_regex": "It is 'vllm_structured_outputs_regex' now.",
-    "logging_dir": "Leave it out; the environment variable TENSORBOARD_LOGGING_DIR names TensorBoard's folder.",
-    "label_pad_token_id": "Leave it out: labels are not padded.",
-    "padding_value": "Leave it out: rows are packed, not padded.",
-    "is_encoder_decoder": "Leave it out: models that decode from an encoder are not trained.",
-    "wandb_project": "Set the environment variable WANDB_PROJECT.",
-    "wandb_entity": "Set the environment variable WANDB_ENTITY.",
-    "wandb_run_group": "Set the environment variable WANDB_RUN_GROUP.",
-}
 FUNCTIONS = ("loss_type", "advantage_estimator")  # arguments that may be functions of the script
 
 
@@ -93,11 +68,8 @@ class MethodArguments(TrainingArguments):
         """Raise for unknown arguments with a hint at what to use instead."""
         known = [one.name for one in dataclasses.fields(cls)]
         free = [name for name in known if name not in kwargs]
-        problems = []
-        for name in kwargs:
-            if name not in known:
-                hint = did_you_mean(name, free).strip() or "`upweight docs api` has all that are taken."
-                problems.append(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
+        unknown = [name for name in kwargs if name not in known]
+        problems = [f"{cls.__name__} takes no argument '{name}'. {advice(name, free)}" for name in unknown]
         if problems:
             raise TypeError("\n".join(problems))
         return super().__new__(cls)
@@ -141,6 +113,7 @@ class MethodArguments(TrainingArguments):
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)
 
     def __post_init__(self) -> None:
+        read_numbers(self)
         for name in FUNCTIONS:
             if (value := getattr(self, name, None)) is not None:
                 setattr(self, name, [*map(as_function, value)] if isinstance(value, list) else as_function(value))

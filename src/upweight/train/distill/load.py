@@ -18,7 +18,7 @@ from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.adapters.merge import AdapterFolder
-from upweight.models.load import load_model, teacher_source
+from upweight.models.load import load_model, named_by, teacher_source
 from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
 from upweight.models.reference import (
@@ -70,7 +70,9 @@ class TeacherLoader:
             elif place == LOGGED:
                 by_name[name] = LoggedTeacher(self.config.method)
             else:
-                by_name[name] = self._placed(*self._loaded(place, key), policy, attach_engine)
+                with named_by(key if given is None else "teacher_model"):
+                    loaded = self._loaded(place, key)
+                by_name[name] = self._placed(*loaded, policy, attach_engine)
         return Teachers(by_name)
 
     def _self_teacher(self, policy: nn.Module, engine: Engine) -> LocalTeacher:

@@ -15,12 +15,12 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.processes import end_with_parent, forwarded_signals, free_port, stat_of
+from upweight.runs.command import resume_words
 
 PORT = 29500  # default rendezvous port of several machines
 MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
 POLL_SECONDS = 0.1
 STOPPED_SECONDS = 30.0  # that a rank may be stopped, while the others wait for it
-GO_ON = "go on from its last checkpoint with --resume"
 LAUNCHERS = ("torchrun", "accelerate", "none")
 
 
@@ -52,6 +52,18 @@ class Start:
             raise UserError("arguments after -- are for --launcher torchrun or accelerate; name one of them.")
         if self.launcher == "none" and (self.nodes > 1 or (self.nproc_per_node or 1) > 1):
             raise UserError("--launcher none starts no processes; drop it, or --nodes and --num-processes.")
+
+    def options(self) -> list[str]:
+        """Return the options of the command that start ranks in this way, without `extra`."""
+        given = {
+            "--num-processes": self.nproc_per_node,
+            "--launcher": self.launcher,
+            "--nodes": self.nodes if self.nodes > 1 else None,
+            "--node-rank": self.node_rank or None,
+            "--master-address": self.address,
+            "--master-port": self.port,
+        }
+        return [word for option, value in given.items() if value is not None for word in (option, str(value))]
 
 
 def launch(arguments: Sequence[str], start: Start, nproc_per_node: int) -> int:
@@ -175,9 +187,13 @@ def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, pass
             running = time.monotonic()
         elif time.monotonic() - running > STOPPED_SECONDS:
             who = f"process {stopped[0]} of {len(ranks)}"
-            print(f"{who} was stopped (SIGSTOP), and the run with it; {GO_ON}", file=sys.stderr)
+            print(f"{who} was stopped (SIGSTOP), and the run with it; {_go_on()}", file=sys.stderr)
             return 1
         time.sleep(POLL_SECONDS)
+
+
+def _go_on() -> str:
+    return f"go on from its last checkpoint with {resume_words()}"
 
 
 def _failure_message(codes: Sequence[int | None]) -> str:
@@ -187,4 +203,4 @@ def _failure_message(codes: Sequence[int | None]) -> str:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     memory = " (out of host memory?)" if code == -signal.SIGKILL else ""
     who = f"process {rank} of {len(codes)}" if len(codes) > 1 else "the launcher"
-    return f"{who} {how}{memory}, and the run with it; {GO_ON}"
+    return f"{who} {how}{memory}, and the run with it; {_go_on()}"

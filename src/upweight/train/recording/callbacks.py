@@ -26,6 +26,7 @@ from upweight.files import write_text
 from upweight.log import clear_status, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
+from upweight.runs.command import OPTION, resume_words
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
@@ -82,7 +83,9 @@ class StopOnSignal(TrainerCallback):
     def exit_if_signalled(self, state: Any) -> None:
         """Exit the process with the signal's exit code, if one was caught; call it once the checkpoint is written."""
         if self.caught:
-            logger.warning("stopped at step %d; continue with --resume (in a script %s)", state.global_step, RESUME)
+            words = resume_words()
+            in_script = "" if words != OPTION else f" (in a script {RESUME})"
+            logger.warning("stopped at step %d; continue with %s%s", state.global_step, words, in_script)
             sys.exit(128 + self.caught)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -124,7 +127,7 @@ class StopOnNan(TrainerCallback):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             last = newest_marked(Path(args.output_dir))
-            onward = "start again: there is no checkpoint yet" if last is None else "continue with --resume"
+            onward = "start again: there is no checkpoint yet" if last is None else f"continue with {resume_words()}"
             remedy = f"Lower 'learning_rate' or 'max_grad_norm', or mend odd rows; then {onward}"
             if self.user_code:
                 code = " and ".join(f"'{name}'" for name in self.user_code)

@@ -1,0 +1,56 @@
+"""The command line that continues a run, for messages and the record of the run."""
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from upweight.config.redact import redacted
+
+VARIABLE = "UPWEIGHT_RESUME"  # an environment variable, so that ranks name the command that started them
+OPTION = "--resume"
+REPLACED = ("resume_from_checkpoint", "resume-from-checkpoint")  # keys that would go back to where this run began
+
+
+@contextmanager
+def started_by(arguments: Sequence[str], launcher_arguments: Sequence[str] = ()) -> Iterator[None]:
+    """Know how a run is started, as arguments of `upweight train`, to say how it is continued."""
+    if "RANK" in os.environ and VARIABLE in os.environ:  # the process that started the ranks has said it
+        yield
+        return
+    words = ["upweight", "train", *_without(arguments, REPLACED), OPTION]
+    os.environ[VARIABLE] = shlex.join([*words, *(["--", *launcher_arguments] if launcher_arguments else [])])
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+
+
+def resume_words() -> str:
+    """Return the command that continues this run, in backticks; of a run without a known command, the option."""
+    command = os.environ.get(VARIABLE)
+    return OPTION if command is None else f"`{command}`"
+
+
+def recorded_command() -> str | None:
+    """Return the command that continues this run without credentials, for files; None where it is not known."""
+    command = os.environ.get(VARIABLE)
+    return None if command is None else shlex.join(map(_harmless, shlex.split(command)))
+
+
+def _without(arguments: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    """Yield arguments without those that set one of the keys, as `key=value` or as `--key value`."""
+    is_value = False
+    for word in arguments:
+        key, equals, _ = word.lstrip("-").partition("=")
+        if key in keys:
+            is_value = not equals
+        elif not is_value:
+            yield word
+        else:
+            is_value = False
+
+
+def _harmless(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return f"{key}={redacted({key.lstrip('-').rpartition('.')[2]: value}).popitem()[1]}" if equals else redacted(word)

@@ -1,0 +1,51 @@
+"""The command that continues a run."""
+
+import json
+import shlex
+
+import pytest
+
+from upweight.doctor.run import check_run
+from upweight.runs.checkpoints import mark_whole
+from upweight.runs.command import resume_words, started_by
+from upweight.runs.record import recorded
+
+
+def test_the_command_has_the_overrides_as_a_shell_takes_them():
+    given = ["my runs/c.yaml", "trl.reward_funcs=[a.b, len]", "--learning_rate", "1e-5", "--num-processes", "2"]
+    with started_by(given, ["--tee", "3"]):
+        words = shlex.split(resume_words().strip("`"))
+        assert words == ["upweight", "train", *given, "--resume", "--", "--tee", "3"]
+    assert resume_words() == "--resume"
+
+
+def test_where_this_run_began_is_not_gone_back_to():
+    given = [
+        "c.yaml",
+        "resume_from_checkpoint=out/checkpoint-2",
+        "seed=1",
+        "--resume_from_checkpoint",
+        "x",
+        "max_steps=3",
+    ]
+    with started_by(given):
+        assert resume_words() == "`upweight train c.yaml seed=1 max_steps=3 --resume`"
+
+
+def test_ranks_say_the_command_that_started_them(monkeypatch):
+    with started_by(["c.yaml", "--num-processes", "2"]):
+        monkeypatch.setenv("RANK", "1")
+        with started_by(["c.yaml", "--stage", "1"]):
+            assert resume_words() == "`upweight train c.yaml --num-processes 2 --resume`"
+
+
+def test_the_record_keeps_it_without_credentials_and_doctor_says_it(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"x")
+    mark_whole(tmp_path / "checkpoint-3")
+    given = ["c.yaml", "hub_token=hf_secretsecretsecret", "output_dir=my out"]
+    with started_by(given), pytest.raises(KeyboardInterrupt), recorded(tmp_path, {}, writes=True):
+        raise KeyboardInterrupt
+    command = json.loads((tmp_path / "run.json").read_text())["command"]
+    assert command == "upweight train c.yaml 'hub_token=***' 'output_dir=my out' --resume"
+    assert f"resume from step 3 with `{command}`" in check_run(tmp_path)[0].remedy
