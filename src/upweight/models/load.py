@@ -107,9 +107,9 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
                 f"then log in with `hf auth login`): {first}"
             )
-        said = UserError(f"{key}: could not load the {what} of {source!r}: {remedy}")
+        failure = UserError(f"{key}: could not load the {what} of {source!r}: {remedy}")
         of_hub = isinstance(error, OSError) and not Path(source).is_dir()
-        raise said from None if of_hub else error  # its traces, five of a wrong name, say nothing more
+        raise failure from None if of_hub else error  # its traces, five of a wrong name, say nothing more
 
 
 @contextmanager
