@@ -1,10 +1,13 @@
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's library is imported, which reads it once
 
 from upweight.config.config import blocks, method_keys
 from upweight.log import logger

@@ -74,6 +74,14 @@ def test_the_exit_code_says_whether_the_config_fits(seven):
     assert "this config does not fit" in ways[1].output
 
 
+def test_a_key_that_one_mode_cannot_have_leaves_the_others_their_lines(seven, tmp_path, capsys):
+    keys = {"memory": "lean", "tiled_mlp": True, "adapter": "qlora", "load_in_4bit": True, "sequence_len": 16_000}
+    assert run(write_config(tmp_path, seven, rl=None, datasets=TEXTS, **keys), [], memory=16) == 0
+    _, rows, answer = printed(capsys)
+    assert {mode for _, mode in rows} == {"fast", "balanced", "lean"}
+    assert "this config fits ('memory: lean')" in answer
+
+
 def test_the_answer_names_all_keys_that_a_mode_sets(seven, capsys):
     assert run(str(seven), [], memory=18, method="grpo") == 1
     assert "'memory: fast' (which sets gradient_checkpointing, gradient_checkpointing_kwargs)" in printed(capsys)[2]

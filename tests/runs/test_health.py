@@ -181,3 +181,9 @@ def test_a_first_lucky_completion_is_no_solved_task():
     found = [verdict.name for verdict in verdicts(run_of({**HEALTHY, **lucky}, {}))]
     assert "solved" not in found
     assert "little signal" in found
+
+
+def test_pairs_of_one_answer_twice_are_not_the_wrong_way_round():
+    """Ties count as no accuracy, and their margins are 0."""
+    ties = {"rewards/accuracies": 0.02, "rewards/margins": 0.0}
+    assert "wrong way round" not in [verdict.name for verdict in verdicts(run_of(PAIRS, ties))]

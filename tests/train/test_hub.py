@@ -42,8 +42,7 @@ def test_the_model_and_its_card_are_pushed(hub, model_folder, tmp_path):
     assert str(tmp_path) not in card
 
 
-def test_a_repository_that_cannot_be_made_is_said_before_training(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when the library was imported
+def test_a_repository_that_cannot_be_made_is_said_before_training(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, max_steps=1, num_epochs=None, hub_model_id="me/model")
     done = upweight("train", file, folder=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 2, done.stderr

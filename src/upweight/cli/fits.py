@@ -57,7 +57,7 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
         memory = total_memory(torch.device("cuda")) / GIB
     with _model_of_size(target) as (source, name):
         config = _config_of(source, overrides, method)
-        modes = {mode: _config_of(source, [*overrides, f"memory={mode}"], method) for mode in MODES}
+        modes = {mode: _config_of(source, [*overrides, *_in_mode(mode, config)], method) for mode in MODES}
         try:
             lines, is_fitting = report(config, modes, memory * GIB, "this config" if _is_file(source) else ASSUMED)
         except UserError as error:
@@ -101,6 +101,12 @@ def _is_file(target: str | Path) -> bool:
     """Return whether a config was named, not a model alone."""
     path = Path(target).expanduser()
     return (path.is_file() and path.suffix != ".gguf") or path.suffix in (".yaml", ".yml")
+
+
+def _in_mode(mode: str, config: Config) -> list[str]:
+    """Return the overrides by which a config has another value of `memory`."""
+    untiled = mode == "balanced" and not config.set_keys.get("gradient_checkpointing")  # which tiles need
+    return [f"memory={mode}", *(["tiled_mlp=false"] if untiled and config.optim.tiled_mlp else [])]
 
 
 def _config_of(target: str | Path, overrides: list[str], method: str | None) -> Config:

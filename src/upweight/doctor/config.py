@@ -209,7 +209,8 @@ def _output_dir(state: CheckState) -> Iterator[Finding]:
     if state.memory is not None:
         kept = 0 if state.config.run.save_strategy == "no" else state.config.run.save_total_limit or 4
         needed = kept * state.memory.training + (state.memory.weights if state.config.adapter.kind is None else 0)
-    says = f"{folder}: {free / GIB:.1f} GiB free, up to {needed / GIB:.1f} needed"
+    need = "the need is unknown without the model" if state.memory is None else f"up to {needed / GIB:.1f} needed"
+    says = f"{folder}: {free / GIB:.1f} GiB free, {need}"
     if needed > free:
         remedy = "lower save_total_limit, set save_only_model, or set another output_dir"
         yield Finding("warning", "output_dir", says, remedy)

@@ -115,6 +115,16 @@ def test_answers_with_names_in_another_language_become_pairs(go, tmp_path):
     assert rows_read(tmp_path) == PAIRS
 
 
+def test_values_with_commas_are_named_with_semicolons(go, tmp_path):
+    rows = [(f"Wie {n}?", f"So {n}.", ("2,5", "4,5", "3,5")[n % 3]) for n in range(12)]
+    text = "Frage;Antwort;Bewertung\n" + "".join(";".join(row) + "\n" for row in rows)
+    named = "prompt=Frage,completion=Antwort,label=Bewertung"
+    problem = go("mine.csv", text, method="kto", columns=named)
+    assert asked(problem, "--values") == "2,5=?;4,5=?;3,5=?"
+    assert go("mine.csv", text, method="kto", columns=named, values="2,5=false;4,5=true") is None
+    assert [row["label"] for row in rows_read(tmp_path)] == [False, True] * 4
+
+
 @pytest.mark.parametrize("method", [None, "kto"])
 def test_labels_with_names_in_another_language_become_true_and_false(go, tmp_path, method, caplog):
     caplog.set_level("INFO")

@@ -285,8 +285,8 @@ BROKEN = {
     "reference_offloading: is for a copy of weights whole on one device; drop it, or fsdp": {
         **DPO, "fsdp": True, "reference_offloading": True,
     },
-    "tiled_mlp: was not tried": {**WHOLE, "fsdp": True, "tiled_mlp": True, "gradient_checkpointing": True},
-    "tiled_mlp: saves little": {**WHOLE, "tiled_mlp": True},
+    "tiled_mlp: cannot be used with fsdp": {**WHOLE, "fsdp": True, "tiled_mlp": True, "gradient_checkpointing": True},
+    "tiled_mlp: needs 'gradient_checkpointing": {**WHOLE, "tiled_mlp": True},
     "sync_ref_model: a reference that follows": {**DPO, "deepspeed": "zero2.json", "sync_ref_model": True},
     "deepspeed, context_parallel_size: DeepSpeed": {**WHOLE, "deepspeed": "zero2.json", "context_parallel_size": 2},
     "optimizer: bitsandbytes does not know": {**WHOLE, "fsdp": True, "optimizer": "paged_adamw_8bit"},

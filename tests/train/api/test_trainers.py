@@ -360,8 +360,19 @@ def test_a_config_of_another_trainer_is_refused(folder):
 
 @pytest.mark.parametrize(("name", "says"), [("data_collator", "packed"), ("tokenizer", "processing_class")])
 def test_an_unknown_input_is_a_type_error(name, says, folder):
-    with pytest.raises(TypeError, match=f"takes no argument '{name}': .*{says}"):
+    with pytest.raises(TypeError, match=f"takes no argument '{name}'. .*{says}"):
         DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: len})  # pyright: ignore
+
+
+def test_arguments_of_the_config_that_a_trainer_gets_are_all_named_with_their_config(folder):
+    given = {"beta": 0.1, "max_seq_length": 9, "reference": 1}
+    with pytest.raises(TypeError) as error:
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **given)  # pyright: ignore
+    assert str(error.value).splitlines() == [
+        "the trainer takes no argument 'beta'. It is one of DPOConfig: 'args=DPOConfig(beta=...)'.",
+        "the trainer takes no argument 'max_seq_length'. Of DPOConfig: It is 'max_length' now.",
+        "the trainer takes no argument 'reference'. Of DPOConfig: `upweight docs api` has all that are taken.",
+    ]
 
 
 def test_a_reference_that_nothing_is_compared_with_is_refused(folder):

@@ -65,6 +65,7 @@ def test_every_argument_of_a_trainer_is_taken_or_has_a_reason(name):
     [
         ("DPOConfig", {"max_lenght": 1}, "max_length"),
         ("SFTConfig", {"max_seq_length": 1}, "max_length"),
+        ("GRPOConfig", {"max_seq_length": 1}, "bounded by 'max_prompt_length'"),
         ("DPOConfig", {"rpo_alpha": 1.0}, "loss_weights"),
         ("GRPOConfig", {"num_generation": 4}, "num_generations"),
         ("DPOConfig", {"max_prompt_length": 4, "max_length": 8}, "Remove it and set 'max_length'"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.starter.table import FEW, SHORT, Preference, Table
+from upweight.cli.starter.table import FEW, SHORT, Preference, Table, assigned
 from upweight.data.columns import ANSWERED, csv_separator, words_of
 from upweight.data.raw_row import Row, RowError
 from upweight.errors import UserError
@@ -70,7 +70,7 @@ def _ask_values(table: Table, name: str, kind: str, known: Mapping[str, str]) ->
     values = [value for value in table.values(name) if value]
     if len(values) > MOST_MARKS:
         return f"{name!r} holds {len(values)} different values; write {' or '.join(meanings)} in its place."
-    given = shlex.quote(",".join(f"{value}=?" for value in values))
+    given = shlex.quote(assigned(values, "?"))
     command = table.ask_for(kind, known, f" --values {given}")
     what = f"Say what its values stand for, with {' or '.join(meanings)} for each `?`"
     return f"{what}; leave out those that are neither, and their rows are left out: {command}"

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -198,9 +198,16 @@ def read_values(text: str, columns: Mapping[str, str]) -> dict[str, str]:
     return meanings
 
 
+def assigned(values: Iterable[str], meaning: str) -> str:
+    """Return the option `--values` in which each value stands for the same."""
+    listed = list(values)
+    return (";" if any("," in value for value in listed) else ",").join(f"{value}={meaning}" for value in listed)
+
+
 def _assignments(option: str, text: str, example: str) -> dict[str, str]:
-    """Return what is on both sides of each `=`; names of columns may hold commas."""
-    parts = [one.partition("=") for one in re.split(r",(?=[^,=]+=)", text)]
+    """Return what is on both sides of each `=`; with `;` between them, names may hold commas and end in digits."""
+    parts = [one.partition("=") for one in (text.split(";") if ";" in text else re.split(r",(?=[^,=]+=)", text))]
     if not all(left.strip() and right.strip() for left, _, right in parts):
-        raise UserError(f"{option} {text}: expected NAME=NAME with commas between, as {option} {example}.")
+        problem = f"expected NAME=NAME with commas between, as {option} {example}"
+        raise UserError(f"{option} {text}: {problem}; or with semicolons, where names have commas.")
     return {left.strip(): right.strip() for left, _, right in parts}

@@ -39,7 +39,7 @@ def optimisation(config: Config) -> Iterator[str]:
         yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
     yield from _checkpointing(config.optim.checkpointing_args)
     if config.optim.tiled_mlp and not config.optim.gradient_checkpointing:
-        yield "tiled_mlp: saves little while layers keep their activations; set 'gradient_checkpointing: true' too."
+        yield "tiled_mlp: needs 'gradient_checkpointing: true'; tiles save little while layers keep their activations."
     yield from _projected(config)
     if is_path(config.optim.optimizer):  # whose arguments are not sent as text
         if isinstance(args, str):
@@ -211,7 +211,7 @@ def shards(config: Config) -> Iterator[str]:
             "(`gradient_checkpointing: unsloth` and `offload` set it too: write `true`)."
         )
     if optim.tiled_mlp:
-        yield "tiled_mlp: was not tried with weights that ranks gather; drop it, or fsdp and deepspeed."
+        yield "tiled_mlp: cannot be used with fsdp or deepspeed, where it was not tried; drop one of them."
     if optim.reference_offloading:
         yield "reference_offloading: is for a copy of weights whole on one device; drop it, or fsdp and deepspeed."
     if zero and config.method.reference_sync is not None:

@@ -15,6 +15,7 @@ FILE_KINDS = {
 }  # fmt: skip
 ALIASES = {"jsonl": "json", "txt": "text"}
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # endings of compressed files
+NEAR = 0.76  # names of files whose endings are equal are alike by that alone
 
 
 def lookup_paths(path: str, folder: Path) -> list[Path]:
@@ -36,7 +37,7 @@ def paths_tried(path: str, folder: Path) -> str:
 def similar_to(path: str, folder: Path) -> str:
     """Return the question whether a file of a similar name is meant."""
     parents = [candidate.parent for candidate in lookup_paths(path, folder) if candidate.parent.is_dir()]
-    return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
+    return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()}, NEAR)
 
 
 def file_suffix(file: Path) -> str:

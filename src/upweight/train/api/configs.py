@@ -69,7 +69,10 @@ class MethodArguments(TrainingArguments):
         known = [one.name for one in dataclasses.fields(cls)]
         free = [name for name in known if name not in kwargs]
         unknown = [name for name in kwargs if name not in known]
-        problems = [f"{cls.__name__} takes no argument '{name}'. {advice(name, free)}" for name in unknown]
+        problems = [
+            f"{cls.__name__} takes no argument '{name}'. {advice(name, free, online=cls.method_class.online)}"
+            for name in unknown
+        ]
         if problems:
             raise TypeError("\n".join(problems))
         return super().__new__(cls)

@@ -28,6 +28,7 @@ from upweight.models.load import AUTO_CLASSES
 from upweight.models.vision import vision_family
 from upweight.train.api.as_config import build_config, checked_config, error_translator
 from upweight.train.api.configs import MethodArguments
+from upweight.train.api.other_names import advice
 from upweight.train.assemble import TrainerParts, assemble
 from upweight.train.machine_checks import require_machine
 from upweight.train.objects import Model, Objects, ReadRows
@@ -63,6 +64,18 @@ def init_arguments(local_names: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in NO_INPUTS and value is not None}
 
 
+def _advice(name: str, kind: type[MethodArguments]) -> str:
+    """Return what to do with an argument that trainers do not take."""
+    taken = [one.name for one in dataclasses.fields(kind)]
+    known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
+    if name in NOT_TAKEN:
+        return NOT_TAKEN[name]
+    if name in taken:
+        return f"It is one of {kind.__name__}: 'args={kind.__name__}({name}=...)'."
+    near = did_you_mean(name, known).strip()
+    return near or f"Of {kind.__name__}: {advice(name, taken, online=kind.method_class.online)}"
+
+
 def parts_for(
     kind: type[MethodArguments],
     *,
@@ -80,11 +93,8 @@ def parts_for(
     **others: Any,
 ) -> TrainerParts:
     """Build the parts of a trainer from a script's inputs; `others` are further fields of `Objects`."""
-    for name in others:
-        if name not in PASSED_OBJECTS:
-            known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
-            hint = did_you_mean(name, known).strip() or "`upweight docs differences` says what is not taken"
-            raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
+    if unknown := [name for name in others if name not in PASSED_OBJECTS]:
+        raise TypeError("\n".join(f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown))
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:

@@ -106,8 +106,14 @@ REPLACED = {
 }
 
 
-def advice(name: str, known: list[str]) -> str:
+BOUNDED_APART = "Prompts are bounded by 'max_prompt_length', completions by 'max_completion_length'."
+ONLINE = {"max_seq_length": BOUNDED_APART, "max_target_length": BOUNDED_APART}  # of methods that sample
+
+
+def advice(name: str, known: list[str], *, online: bool = False) -> str:
     """Return what to use in place of an argument that is not taken, among those that are `known`."""
+    if online and name in ONLINE:
+        return ONLINE[name]
     pattern = next((pattern for pattern in REPLACED if fnmatchcase(name, pattern)), None)
     if pattern is not None:
         return REPLACED[pattern]
