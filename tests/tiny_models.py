@@ -78,6 +78,9 @@ _EXTRAS = {
     },
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3},
     "cohere": {"logit_scale": 0.25},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "starcoder2": {},
+    "seed_oss": {"head_dim": 8},
     "phi": {},
     "modernbert-decoder": {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
     "qwen3_next": {

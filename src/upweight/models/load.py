@@ -28,6 +28,7 @@ from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.first_look import broken_weights
 from upweight.models.hub import is_offline, local_copy, models_here
+from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
 from upweight.models.score_heads import add_score_class
 from upweight.models.vision import require_family, vision_family
@@ -288,11 +289,8 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
 
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability in the model to zero; an adapter attached later keeps its dropout."""
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            is_dropout = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
-            if is_dropout and isinstance(value, float):
-                setattr(module, name, 0.0)
+    for module, name, _ in list(dropout_rates(model)):
+        setattr(module, name, 0.0)
 
 
 def hub_options(section: ModelSection) -> dict[str, Any]:

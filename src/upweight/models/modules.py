@@ -35,6 +35,14 @@ def every_module(model: nn.Module) -> list[nn.Module]:
     return list(modules)
 
 
+def dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    """Yield each dropout probability in a model: its module, which may call a function with it, its name and value."""
+    for module in every_module(model):
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__)):
+                yield module, name, value
+
+
 @contextmanager
 def dropout_off(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode inside, and restore the mode of every module afterwards."""

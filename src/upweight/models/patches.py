@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, is_few, plain_adapter
-from upweight.models.kernels.recompute import recompute_layer
+from upweight.models.kernels.recompute import draws, recompute_layer
 from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
 from upweight.models.modules import context_value, wrap_forward
 
@@ -122,5 +122,5 @@ def recompute_in_one_node(base: PreTrainedModel) -> None:
         return
     for layer in base.modules():
         stock = vars(layer).get("_gradient_checkpointing_func")
-        if isinstance(layer, GradientCheckpointingLayer) and stock is not None:
+        if isinstance(layer, GradientCheckpointingLayer) and stock is not None and not draws(layer):
             vars(layer)["_gradient_checkpointing_func"] = functools.partial(recompute_layer, layer, stock)

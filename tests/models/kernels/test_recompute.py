@@ -17,6 +17,8 @@ from upweight.engine.activations import enable_checkpointing
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.kernels import recompute
 from upweight.models.kernels.recompute import Recomputed, read_weights
+from upweight.models.load import disable_dropout
+from upweight.models.modules import dropout_rates
 from upweight.models.precision import set_up_precision
 
 IDS = torch.arange(2, 39)[None]
@@ -81,12 +83,26 @@ def test_a_layer_that_draws_random_numbers_uses_the_stock_checkpoint(nodes):
     enable_checkpointing(model, every_layer=True, one_node=True)
     gradients(model)
     assert not nodes
-    model.eval().train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    disable_dropout(model)
+    enable_checkpointing(model, every_layer=True, one_node=True)
     gradients(model)
     assert len(nodes) == 3
+
+
+@pytest.mark.parametrize("kind", ["opt", "starcoder2", "seed_oss"])
+def test_dropout_by_a_function_is_repeated_as_it_was(kind):
+    """These layers have a number in place of a module for dropout."""
+    model = tiny(kind).train()
+    assert list(dropout_rates(model))
+    for module, name, _ in list(dropout_rates(model)):
+        setattr(module, name, 0.3)
+    torch.manual_seed(0)
+    right = gradients(model)
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    torch.manual_seed(0)
+    loss, found = gradients(model)
+    assert loss == right[0]
+    assert all(torch.allclose(gradient, right[1][name], atol=1e-5) for name, gradient in found.items())
 
 
 def test_mixtures_use_the_stock_checkpoint_whose_routers_have_gradients(nodes):

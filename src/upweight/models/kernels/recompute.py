@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upweight.models.modules import every_module
+from upweight.models.modules import dropout_rates, every_module
 
 Run = Callable[[Tensor], Any]
 
@@ -87,13 +87,7 @@ def read_weights(module: nn.Module) -> list[Tensor]:
 
 def draws(module: nn.Module) -> bool:
     """Return whether a module in training draws random numbers, which a recomputation would have to repeat."""
-    modules = every_module(module)
-    dropped = any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules)
-    return dropped or any(_is_positive(getattr(one, "attention_dropout", 0)) for one in modules)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, float | int) and value > 0
+    return any(rate > 0 for _, _, rate in dropout_rates(module))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -118,7 +112,7 @@ def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *arg
     others = (*rest, *getattr(call, "keywords", {}).values())
     mixed = isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type)
     alone = isinstance(hidden, Tensor) and not any(one.requires_grad for one in tensors_in(others))
-    if not alone or mixed or vars(layer).get("_stock_checkpoint") or draws(layer):
+    if not alone or mixed or vars(layer).get("_stock_checkpoint"):
         return stock(call, *args)
     try:
         # The function must not hold the input, which may wait in host memory.
