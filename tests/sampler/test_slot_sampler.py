@@ -123,6 +123,28 @@ def test_a_later_turn_reads_only_its_new_tokens_until_the_weights_change():
     assert_equal(changed, sampled(slot_sampler(model), model, [turn], sampling, count=1))
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_each_token_of_a_growing_conversation_is_read_once(kind):
+    """Longer turns need larger tables and more pages, and what earlier turns read stays."""
+    model = prepared(kind)
+    routing = install_routing(model) if kind == "qwen3_moe" else None
+    given = {} if routing is None else {"route_shape": (routing.layers, routing.top_k)}
+    sampling, sampler = Sampling(max_new_tokens=40), slot_sampler(model, records=routing)
+    turns, sizes, asked = [[*BEGINNING, number] for number in range(8)], set(), [70, 130, 190, 250, 0]
+    for number, length in enumerate(asked):
+        answers = sampled(sampler, model, turns, sampling, count=1, **given)
+        sizes.add((sampler.cache.pages, sampler.slots.sizes.table))
+        alone = sampled(slot_sampler(model, records=routing), model, turns, sampling, count=1, **given)
+        assert_equal(answers, alone)
+        if routing is not None:
+            assert all(np.array_equal(a.routes, b.routes) for a, b in zip(chain(*answers), chain(*alone), strict=True))
+        new = drawn(number, length).tolist()
+        turns = [[*ids, *answer.ids, *new] for ids, (answer,) in zip(turns, answers, strict=True)]
+    assert len(sizes) > 2
+    # What is drawn is fed as it is drawn, but for the last token of an answer; the last of a prompt in the first step.
+    assert sampler.prefilled_tokens == len(BEGINNING) + 8 * sum(asked)
+
+
 @pytest.mark.parametrize("memory", [PLENTY, 1])
 def test_slots_record_the_experts_of_prompts_and_completions(memory):
     model = prepared("qwen3_moe")

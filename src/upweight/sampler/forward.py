@@ -44,14 +44,20 @@ class BufferPool:
         self.moved = 0  # counts changes of address
         self._buffers: dict[Any, Tensor] = {}
 
-    def view(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a view of the buffer's beginning, with the values of earlier uses, or zeros."""
+    def view(self, name: Any, shape: Sequence[int], dtype: torch.dtype, *, keep: bool = False) -> Tensor:
+        """Return a view of the buffer's beginning, with the values of earlier uses, or zeros.
+
+        `keep`: a larger buffer begins with the values of the smaller one, and both exist for a moment.
+        """
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
             self.moved += 1
+            old = self._buffers.pop(name, None) if keep else None
             self._buffers.pop(name, None)
             buffer = self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+            if old is not None and old.dtype == dtype:
+                buffer[: old.numel()] = old
         return buffer[:size].view(*shape)
 
     def bytes(self) -> int:

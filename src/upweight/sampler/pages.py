@@ -40,6 +40,11 @@ class PageCache:
         self.pages = pages
         self.clear()
 
+    def grow(self, pages: int) -> None:
+        """Have more pages in all; those that there were keep their tokens."""
+        self._free.extend(range(max(self.pages, 1), pages))
+        self.pages = pages
+
     def clear(self) -> None:
         """Forget all tokens: after a change of the weights no page is valid."""
         self._free = deque(range(1, self.pages))

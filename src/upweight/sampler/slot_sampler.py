@@ -78,16 +78,17 @@ class SlotSampler:
     ) -> None:
         """Draw the completions of all prompts into `rows`; keys and values take at most `cache_bytes`."""
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
-        table = -(-bucketed(longest + BLOCK) // PAGE)
+        table, largest = -(-bucketed(longest + BLOCK) // PAGE), self.slots.sizes.table
         slots = slots_for(min(len(uniform_SN), self.most_slots))
         fitting = max(cache_bytes // (self.slots.forward.token_bytes() * PAGE), 2 * table + 2)
         worst = min(slots + len(prompts), len(uniform_SN) + len(prompts)) * table + 2
         pages = self.slots.sizes.pages
         if pages < min(worst, fitting):
             pages = min(bucketed(worst), fitting)
+        # Conversations get longer with each turn, and graphs are recorded again where a table has grown.
+        table = max(table, 2 * largest) if table > largest else table
         self.slots.open(SlotSizes(slots, pages, table, sampling.max_new_tokens), sampling)
-        if self.slots.sizes.pages != self.cache.pages:
-            self.cache = PageCache(self.slots.sizes.pages)
+        self.cache.grow(self.slots.sizes.pages)
         addresses, versions = weight_state(self.slots.forward.base)
         if (addresses, versions) != self._weights:
             self._weights = addresses, versions

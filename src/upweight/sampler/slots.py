@@ -7,6 +7,7 @@ all its tokens drawn, repeats its last step, so a step has the same kernels for 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,14 +69,17 @@ class Slots:
         self.sampling = Sampling(max_new_tokens=0)  # only the settings that change the draw of a token
 
     def open(self, sizes: SlotSizes, sampling: Sampling) -> None:
-        """Allocate buffers; what was allocated for larger sizes stays, so that its address does."""
-        old, view = self.sizes, self.arena.view
+        """Allocate buffers; what was allocated for larger sizes stays, so that its address does.
+
+        Pages that there were keep what they hold, at most in another place.
+        """
+        old, view, kept = self.sizes, self.arena.view, partial(self.arena.view, keep=True)
         sizes = SlotSizes(*(max(pair) for pair in zip(vars(old).values(), vars(sizes).values(), strict=True)))
         self.sizes = sizes
         self.sampling = only_draws(sampling)
         self.pools = [
             tuple(
-                view((number, width_of), (sizes.pages, layer.heads, PAGE, getattr(layer, width_of)), layer.dtype)
+                kept((number, width_of), (sizes.pages, layer.heads, PAGE, getattr(layer, width_of)), layer.dtype)
                 for width_of in ("key_width", "value_width")
             )
             for number, layer in enumerate(self.forward.layers)
@@ -95,7 +99,7 @@ class Slots:
             shape = records.layers, records.top_k
             self.routes_BLA = view("routes", (sizes.slots, *shape), torch.int16)
             self.routes_KBLA = view("routes of steps", (BLOCK, sizes.slots, *shape), torch.int16)
-            self.route_pool = view("routes of pages", (sizes.pages, PAGE, *shape), torch.int16)
+            self.route_pool = kept("routes of pages", (sizes.pages, PAGE, *shape), torch.int16)
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
             vocabulary = self.forward.base.config.get_text_config().vocab_size
