@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the hub's library is imported, which reads it once
@@ -23,6 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with slow tests come first, then the largest, so that the workers of a run end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     counts = Counter(item.path for item in items)
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
 
 

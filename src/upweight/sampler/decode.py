@@ -47,6 +47,7 @@ class Decoder:
         # Where experts are recorded: of each prompt's tokens, and of the tokens that drew the newest ones.
         self.prompt_routes: list[Tensor] = []
         self.routes_BLA: Tensor | None = None
+        self.prefilled_tokens = 0  # forwarded before tokens are drawn, in all calls
 
     def open(self, grid: Grid, sampling: Sampling) -> None:
         """Allocate a grid in the buffers."""
@@ -126,6 +127,7 @@ class Decoder:
     def _prefill_chunk(self, prompts: list[Any], start: int, positions: list[Any]) -> Tensor:
         """Store keys and values of some prompts in the grid; return the logits at the given positions of each."""
         forest = fold(prompts)
+        self.prefilled_tokens += len(forest.ids_N)
         longest = max(len(ids) for ids in prompts)
         index = np.zeros((len(prompts), longest), np.int64)
         for row, path in zip(index, forest.paths, strict=True):

@@ -25,6 +25,11 @@ class GridSampler:
     def __init__(self, decoder: Decoder, prefill_tokens: int) -> None:
         self._decoder, self._prefill_tokens = decoder, prefill_tokens
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Return the tokens that were forwarded before others were drawn, in all calls."""
+        return self._decoder.prefilled_tokens
+
     def forget(self) -> None:
         """Do nothing: keys and values are not kept over calls."""
 

@@ -150,9 +150,10 @@ class InProcess:
             )
 
     @property
-    def compile_seconds(self) -> float:
-        """Return the seconds that compiling and recording have taken so far."""
-        return self._sampler.compile_seconds
+    def counters(self) -> dict[str, float]:
+        """Return the seconds of compiling and recording, and the tokens read before others were drawn, so far."""
+        sampler = self._sampler
+        return {"compile_seconds": sampler.compile_seconds, "prefill_tokens": sampler.prefilled_tokens}
 
     @property
     def reads_images(self) -> bool:
