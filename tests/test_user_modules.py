@@ -6,7 +6,7 @@ import pytest
 from pydantic import AliasChoices, BaseModel, Field
 
 from upweight.errors import UserError
-from upweight.user_modules import CODE, bind_options, changed_code, is_path, load_function, named_errors
+from upweight.user_modules import CODE, bind_options, changed_code, is_path, load_function, named_call, named_errors
 
 
 def test_a_function_is_found_by_dotted_path_and_by_its_file(tmp_path):
@@ -116,6 +116,16 @@ class Aliased(BaseModel):
 
     lam: float = Field(5.0, alias="lambda", ge=0)
     size: int = Field(1, validation_alias=AliasChoices("width", "wide"))
+
+
+def test_code_of_a_notebook_is_named_by_its_line(tmp_path):
+    cell = tmp_path / "ipykernel_12" / "345.py"  # as the kernel names what it compiles
+    cell.parent.mkdir()
+    cell.write_text("def reward(texts):\n    return texts['no']\n")
+    names = {}
+    exec(compile(cell.read_text(), str(cell), "exec"), names)
+    with pytest.raises(UserError, match=r"indices.* \(line 2 of its cell: return texts\['no'\]\)$"):
+        named_call(names["reward"], "a reward")([1.0])
 
 
 def test_a_settings_model_takes_its_fields_by_their_aliases():

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -285,7 +286,7 @@ def line_of_error(error: BaseException) -> str:
 def line_of(function: Callable[..., Any]) -> str:
     """Return where a user's function is defined, as ` (file, line n)`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
+    return _place(code.co_filename, code.co_firstlineno) if code else ""
 
 
 def location(frames: list[tuple[str, int]]) -> str:
@@ -294,7 +295,14 @@ def location(frames: list[tuple[str, int]]) -> str:
     foreign = [frame for frame in foreign if is_installed(frame[0]) or not frame[0].startswith(STANDARD_LIBRARY)]
     users = [frame for frame in foreign if not is_installed(frame[0])]
     file, line = (users or foreign or [("", 0)])[-1]
-    return f" ({Path(file).name}, line {line})" if file else ""
+    return _place(file, line) if file else ""
+
+
+def _place(file: str, line: int) -> str:
+    """Return ` (file, line n)`; of a notebook's cell, whose file has a number for a name, the line itself."""
+    if Path(file).parent.name.startswith("ipykernel_"):
+        return f" (line {line} of its cell: {linecache.getline(file, line).strip()})"
+    return f" ({Path(file).name}, line {line})"
 
 
 def is_installed(file: Path | str) -> bool:

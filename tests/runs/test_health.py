@@ -10,9 +10,11 @@ from transformers import TrainerControl, TrainerState
 
 from made_health import HEALTHY, PAIRS, SICK, learning, run_of
 from slow_cases import slow_except
+from upweight import GRPOConfig
 from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
 from upweight.runs.health import REPEAT_AFTER, RULES, Health, outdated, too_early, verdicts
+from upweight.train.api.as_config import error_translator
 from upweight.train.recording.callbacks import HealthCallback
 
 EARLY = ("reward at zero", "empty answers", "format ignored", "flat reward", "rarely earned", "no signal so far")
@@ -160,6 +162,17 @@ def test_verdicts_are_said_and_kept_and_a_resumed_run_keeps_what_it_had(tmp_path
     kept = [json.loads(line) for line in (tmp_path / HEALTH).read_text().splitlines()]
     assert [(row["name"], row["step"]) for row in kept] == [(verdict.name, verdict.step) for verdict in whole]
     assert caplog.messages.count(whole[1].line()) == 1
+
+
+def test_in_a_script_remedies_name_its_arguments(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "upweight")
+    logging.getLogger("upweight").propagate = True
+    watch = HealthCallback(tmp_path, error_translator(GRPOConfig))
+    for step in range(1, 5):
+        watch.on_log(None, state(step), TrainerControl(), logs={**HEALTHY, "reward": 0.0, "frac_reward_zero_std": 1.0})
+    assert "`trainer.generate_completions(rows)`" in caplog.text
+    assert "raise num_generations" in caplog.text
+    assert "raise trl.num_generations" in (tmp_path / HEALTH).read_text()  # for `upweight doctor`
 
 
 def test_remedies_name_keys_that_exist():

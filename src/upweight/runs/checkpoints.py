@@ -171,7 +171,7 @@ def checkpoint_to_resume(resume_from: str | bool | Path | None, run_folder: Path
         if checkpoint is not None:
             logger.warning("warning: %s has no %s: it was written without one, or cut off", checkpoint, WHOLE)
     if checkpoint is None:
-        raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint.")
+        raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint. Leave it out to begin anew.")
     return checkpoint
 
 

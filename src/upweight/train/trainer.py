@@ -255,7 +255,8 @@ class MethodTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return loss and metrics of the evaluation rows; metrics of several sets are prefixed by their names."""
-        rows = self._eval_rows(eval_dataset)
+        if (rows := self._eval_rows(eval_dataset)) is None:
+            raise UserError("eval_dataset: there are no rows to evaluate. Give some to the trainer, or to evaluate().")
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
         parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         metrics = {name: value for part in parts for name, value in part.items()}

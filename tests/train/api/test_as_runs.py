@@ -111,8 +111,18 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_a_warning(folder, caplo
     (folder / "out" / "checkpoint-2" / "whole.json").unlink()
     dpo(folder, max_steps=3).train(resume_from_checkpoint=True)
     assert "checkpoint-2 has no whole.json" in caplog.text
-    with pytest.raises(UserError, match="has no whole checkpoint"):
+    with pytest.raises(UserError, match=r"has no whole checkpoint\. Leave it out to begin anew"):
         dpo(folder, output_dir=str(folder / "empty")).train(resume_from_checkpoint=True)
+
+
+def test_a_script_that_resumes_with_other_rows_is_told_its_argument(folder):
+    dpo(folder, save_strategy="steps", save_steps=1, max_steps=1).train()
+    other = ROWS["pairs"][:-1]
+    with pytest.raises(
+        UserError, match=r"in a script allow_changed_data=True\), or begin a new run in another output_"
+    ):
+        dpo(folder, rows=other, max_steps=2).train(resume_from_checkpoint=True)
+    dpo(folder, rows=other, max_steps=2, allow_changed_data=True).train(resume_from_checkpoint=True)
 
 
 def test_prepared_rows_are_kept_by_their_content(folder, monkeypatch):

@@ -54,7 +54,8 @@ def lora():
 
 def dpo(folder, model=None, *, ref_model=None, peft_config=None, rows=None, **config):
     args = DPOConfig(output_dir=str(folder / "out"), **{**COMMON, **config})
-    return DPOTrainer(model or str(folder / "model"), ref_model, args, None, rows or ROWS["pairs"],
+    rows = ROWS["pairs"] if rows is None else rows
+    return DPOTrainer(model or str(folder / "model"), ref_model, args, None, rows,
                       processing_class=made_tokenizer(TEMPLATE, bos=False), peft_config=peft_config)  # fmt: skip
 
 
@@ -171,6 +172,18 @@ def test_layers_of_an_adapter_without_its_model_are_refused(folder):
     get_peft_model(model, lora())
     with pytest.raises(UserError, match="model: has the layers of an adapter"):
         dpo(folder, model)
+
+
+def test_what_is_no_dataset_is_refused_with_what_makes_one(folder):
+    with pytest.raises(UserError, match=r"got DataFrame\. `Dataset\.from_pandas` makes a Dataset of it"):
+        dpo(folder, rows=Dataset.from_list(ROWS["pairs"]).to_pandas())
+    with pytest.raises(UserError, match=r"got zip\. `Dataset\.from_generator` makes one"):
+        dpo(folder, rows=zip(ROWS["pairs"], strict=True))
+
+
+def test_an_evaluation_without_rows_is_refused(folder):
+    with pytest.raises(UserError, match=r"^eval_dataset: there are no rows to evaluate\. Give some to the trainer"):
+        dpo(folder).evaluate()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_signal_asks_for_a_save_at_the_end_of_the_step(said):
     assert control.should_training_stop
     assert control.should_save
     assert stop.caught == signal.SIGTERM
-    assert said == ["SIGTERM: saving after this step, then stopping"]
+    assert said == ["SIGTERM: saving after this step, then stopping; a second signal ends it at once"]
     stop.restore()
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -62,6 +63,19 @@ def test_a_signal_between_the_handlers_leaves_none_behind(monkeypatch):
             stop.on_train_begin(None, state(), TrainerControl())
     stop.restore()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_a_notebook_an_interrupt_ends_the_cell_and_keeps_the_process(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    before, stop = signal.getsignal(signal.SIGINT), StopOnSignal()
+    stop.on_train_begin(None, state(), TrainerControl())
+    signal.raise_signal(signal.SIGINT)
+    assert stop.caught == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt, match=r"^stopped at step 3, which is saved; continue with resume_from_"):
+        stop.exit_if_signalled(state(3))
+    with pytest.raises(KeyboardInterrupt):  # a second one ends the step, not the process
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_epoch_that_was_left_is_neither_evaluated_nor_saved_again():

@@ -61,6 +61,7 @@ OF_TRAINERS = {  # words of error messages -> inputs of a script
     "Name one, for example 'chat_template: chatml'": "Set its `chat_template`",
     "--resume": "resume_from_checkpoint=True",
     "the key": "the argument",
+    "upweight rewards CONFIG": "trainer.generate_completions(rows)",
 }
 
 

@@ -215,6 +215,8 @@ def as_dataset(rows: Any, where: str) -> Dataset | IterableDataset:
         return rows if rows.format["type"] == "custom" else rows.with_format(None)  # a transform is part of the rows
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         got = f"expected a Dataset, an IterableDataset or a list of rows, got {type(rows).__name__}"
+        if type(rows).__name__ == "DataFrame":
+            raise UserError(f"{where}: {got}. `Dataset.from_pandas` makes a Dataset of it.")
         raise UserError(f"{where}: {got}. `Dataset.from_generator` makes one of anything that yields rows.")
     try:
         return Dataset.from_list([dict(row) for row in rows])

@@ -53,7 +53,10 @@ RESUME = "resume_from_checkpoint=True"
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM or Ctrl-C, saves a checkpoint after the current step and stops; a second signal ends it at once."""
+    """On SIGTERM or Ctrl-C, saves a checkpoint after the current step and stops; a second signal ends it at once.
+
+    A notebook or an interpreter outlives the run: there Ctrl-C, or the button that interrupts a cell, ends the call.
+    """
 
     def __init__(self) -> None:
         self.caught, self._process = 0, os.getpid()
@@ -81,7 +84,9 @@ class StopOnSignal(TrainerCallback):
         self._before = {}
 
     def exit_if_signalled(self, state: Any) -> None:
-        """Exit the process with the signal's exit code, if one was caught; call it once the checkpoint is written."""
+        """Leave the run as the signal asks, if one was caught; call it once the checkpoint is written."""
+        if self.caught and _keeps_process(self.caught):
+            raise KeyboardInterrupt(f"stopped at step {state.global_step}, which is saved; continue with {RESUME}")
         if self.caught:
             words = resume_words()
             in_script = "" if words != OPTION else f" (in a script {RESUME})"
@@ -91,11 +96,20 @@ class StopOnSignal(TrainerCallback):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked loader process
             return
+        if self.caught and _keeps_process(number):
+            self.restore()
+            raise KeyboardInterrupt
         if self.caught:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.caught = number
-        logger.warning("%s: saving after this step, then stopping", signal.Signals(number).name)
+        what = "saving after this step, then stopping; a second signal ends it at once"
+        logger.warning("%s: %s", signal.Signals(number).name, what)
+
+
+def _keeps_process(number: int) -> bool:
+    """Whether a signal ends only what is running: Ctrl-C where a person types, as in a notebook."""
+    return number == signal.SIGINT and hasattr(sys, "ps1")
 
 
 class StopOnNan(TrainerCallback):
@@ -160,8 +174,8 @@ class PlainModelAfterwards(TrainerCallback):
 class HealthCallback(TrainerCallback):
     """Logs health warnings during a run, and writes them to `health.jsonl`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.health = folder, Health()
+    def __init__(self, folder: Path, translate: Callable[[str], str] = str) -> None:
+        self.folder, self.health, self.translate = folder, Health(), translate  # to a script's words
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Replay the metrics of a resumed run, so that its warnings are not logged again."""
@@ -173,7 +187,7 @@ class HealthCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         for verdict in self.health.take({**kwargs["logs"], "step": state.global_step}):
-            logger.warning("%s", verdict.line())
+            logger.warning("%s", self.translate(verdict.line()))
             with (self.folder / HEALTH).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(verdict)) + "\n")
 
@@ -318,7 +332,7 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     configured = [*callbacks_of(config.callbacks, folder)]
     trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
     stop_on_nan = StopOnNan(partial(samples_of_step, trainer), config.method.user_code)
-    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), stop_on_nan]
+    callbacks += [HealthCallback(folder, objects.translate_error), ConfiguredCallbacks(configured), stop_on_nan]
     if trainer.runner.balance is not None:
         callbacks.append(ExpertLoads(folder, trainer.runner.balance))
     if run.patience is not None:

@@ -27,6 +27,7 @@ from upweight.settings import keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
+from upweight.train.recording.notebook import show_metrics_in_notebook
 from upweight.train.recording.trackers import name_tracker_errors
 from upweight.user_modules import changed_code
 
@@ -107,7 +108,8 @@ def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allow
     if before is None:
         warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
     elif not allowed and not broadcast_from_rank0(PartialState().is_main_process and before == data_digest()):
-        remedy = "Restore it and the keys that shape it, or use --allow-changed-data (allow_changed_data: true)"
+        allow = "--allow-changed-data (allow_changed_data: true; in a script allow_changed_data=True)"
+        remedy = f"Restore it and the keys that shape it, use {allow}, or begin a new run in another output_dir"
         raise UserError(f"resume: the training data is not what {checkpoint} was trained on. {remedy}.")
 
 
@@ -124,6 +126,7 @@ def recording(
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
         record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
+    show_metrics_in_notebook(trainer)
     for callback in callbacks:
         trainer.add_callback(callback)
     if not objects.from_script:  # a script has its trackers' errors as they are
