@@ -181,7 +181,7 @@ function earlyNote(run, several) {
   const waiting = run.too_early;
   if (!waiting.length) return null;
   return el("p", { class: "well" }, el("strong", {}, "Too early: "), several && `${run.name}: `,
-    `${plural(run.step, "step")} ${run.step === 1 ? "is" : "are"} too few for ${plural(waiting.length, "rule")}. In brackets, the step from which each can judge: `,
+    `${plural(run.step, "step")} ${run.step === 1 ? "is" : "are"} too few for ${plural(waiting.length, "rule")}. In brackets the step from which each can judge: `,
     `${waiting.map((rule) => `${rule.name} (${rule.step})`).join(", ")}.`);
 }
 
