@@ -25,7 +25,8 @@ RUNS: dict[RunKind, str] = {
     "offline": "All offline runs",
 }
 KEY = re.compile(
-    r"((?<!\w)(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+(?:\.\w+)?(?:: [\w.]+)?|\w+\.jsonl|completions/|(?:trl|ebft|distill)\.\w+)"
+    r"((?<!\w)(?:[a-z]+[./])?[a-z]+(?:_[a-z]+)+(?:\.\w+)?(?:: (?:true|false|none|[\d.]*\d))?|\w+\.jsonl|completions/"
+    r"|(?:trl|ebft|distill)\.\w+)"
 )
 KTO_TOO = """
 Every format of preference pairs can be used too: each pair becomes a good and a bad answer.

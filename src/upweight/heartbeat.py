@@ -30,7 +30,7 @@ def activity(text: str, *, progresses: bool = True) -> Iterator[None]:
 
 
 def progressed() -> None:
-    """Note that something was finished, so that the time without progress begins anew."""
+    """Note that something was finished, so that the time without progress starts from zero."""
     global _last_progress  # noqa: PLW0603
     _last_progress = time.monotonic()
 

@@ -129,13 +129,13 @@ def test_a_used_folder_is_asked_about(model_folder, tmp_path):
     assert "exists already" in upweight("merge-lora", file).stderr
     again = upweight("train", file, "--overwrite", "learning_rate=0.05")
     assert again.returncode == 0, again.stderr
-    assert "merged is of the adapter before this run" in again.stderr
+    assert "merged was merged from the adapter before this run" in again.stderr
     merged = tmp_path / "out" / "merged"
     assert (
         "merged from an earlier adapter" in upweight("inference", merged, "--prompt", "a", "--max-new-tokens", 1).stderr
     )
     remade = upweight("merge-lora", file)
-    assert (remade.returncode, "is made anew" in remade.stderr) == (0, True)
+    assert (remade.returncode, "is written again" in remade.stderr) == (0, True)
     assert upweight("train", file, "output_dir=" + str(tmp_path / "other")).returncode == 0
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_
     assert command == shlex.join(["train", str(file), "seed=7", "--num-processes", "2", "--resume"])
     done = launched(*shlex.split(command), f"max_steps={step + 1}")
     assert done.returncode == 0, done.stderr
-    assert "set otherwise than when the run began: max_steps" in done.stderr
+    assert "changed since the run began: max_steps" in done.stderr
     assert metrics_of(tmp_path / "out")[-1]["step"] == step + 1
 
 

@@ -65,6 +65,12 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_list_begins_after_an_empty_line(page):  # the site shows it as a part of the text above it otherwise
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^(?![-\d#| ]|$).*\n(?:-|\d+\.) .*", prose, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_keys_in_the_docs_exist(page):
     known = {*general_keys(), *method_keys(), *SATISFIED, *REASONS, *RENAMED, *OTHER_NAMES}
     starts = tuple(f"{block}." for block in blocks())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from docs.format_rows import SHOWN
-from docs.pages import MARK, PAGES, arguments, renewed
+from docs.pages import MARK, PAGES, _sentence, arguments, renewed
 
 from made_tokenizers import byte_tokenizer, encoder
 from upweight.config.config import general_keys, method_keys
@@ -29,6 +29,18 @@ def test_a_page_is_current(name):
     page = (DOCS / name).read_text(encoding="utf-8")
     assert (MARK in page) == (name != "config.md")
     assert page == renewed(page, PAGES[name]()), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        ("look at distill/unread_share: where it is high", "Look at `distill/unread_share`: where it is high."),
+        ("set max_grad_norm: 1.0 and ebft.mode", "Set `max_grad_norm: 1.0` and `ebft.mode`."),
+        ("look for trl.scale_rewards: none.", "Look for `trl.scale_rewards: none`."),
+    ],
+)
+def test_keys_and_metrics_of_a_remedy_are_code(text, page):
+    assert _sentence(text) == page
 
 
 @pytest.mark.parametrize(("kind", "name", "row"), EVERY, ids=[f"{kind} {name}" for kind, name, _ in EVERY])

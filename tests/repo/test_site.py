@@ -70,6 +70,13 @@ def test_code_is_highlighted(tab, site):
     assert tab.value("document.querySelectorAll('.highlight code span[class]').length") > 20
 
 
+@pytest.mark.parametrize("name", ["choosing", "memory"])
+def test_a_column_of_texts_is_not_squeezed_for_the_last_one(tab, site, name):
+    tab.open((site / f"{name}.html").as_uri(), 1280)
+    widths = "[...document.querySelectorAll('article td')].map(cell => getComputedStyle(cell).minWidth)"
+    assert len(set(tab.value(widths))) == 1
+
+
 def test_search_works_from_the_disk(tab, site):
     tab.problems.clear()
     tab.open((site / "index.html").as_uri(), 1280)

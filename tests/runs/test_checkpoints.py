@@ -124,7 +124,8 @@ def test_a_run_without_checkpoints_is_named_with_those_beside_it(tmp_path):
     made(tmp_path / "staged" / "stage-1-sft", 4)
     assert nothing_to_resume(tmp_path / "dpo-out") is None
     message = nothing_to_resume(tmp_path / "dpo-uot")
-    assert message.startswith(f"nothing to resume: {tmp_path / 'dpo-uot'} does not exist, so this run starts anew.")
+    missing = tmp_path / "dpo-uot"
+    assert message.startswith(f"nothing to resume: {missing} does not exist, so this run starts from the beginning.")
     assert f"Runs with checkpoints beside it: {tmp_path / 'dpo-out'}, {tmp_path / 'staged'}." in message
     assert message.endswith(f"Did you mean output_dir={tmp_path / 'dpo-out'}?")
     assert "\n" not in message
@@ -132,4 +133,4 @@ def test_a_run_without_checkpoints_is_named_with_those_beside_it(tmp_path):
     assert "dpo-out." in nothing_to_resume(tmp_path / "staged" / "stage-2-dpo")
     (tmp_path / "empty" / "mine").mkdir(parents=True)
     alone = nothing_to_resume(tmp_path / "empty" / "mine")
-    assert alone.endswith("mine has no checkpoint, so this run starts anew.")
+    assert alone.endswith("mine has no checkpoint, so this run starts from the beginning.")

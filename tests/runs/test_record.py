@@ -68,12 +68,12 @@ def test_a_run_whose_process_is_gone_was_killed_and_continues_from_its_checkpoin
     written(tmp_path, checkpoint=4, pid=gone)
     earlier = earlier_run(tmp_path)
     assert earlier.holds == f"a run of 5 steps, which was killed (its process {gone} is gone)"
-    assert earlier.ways.startswith("`--resume` continues it from step 4, `--overwrite` trains anew")
+    assert earlier.ways.startswith("`--resume` continues it from step 4, `--overwrite` trains from the beginning")
 
 
 def test_a_killed_run_without_a_checkpoint_cannot_be_resumed(tmp_path):
     written(tmp_path, pid=2**22 + 1)
-    assert earlier_run(tmp_path).ways.startswith("It left no checkpoint: `--overwrite` trains anew")
+    assert earlier_run(tmp_path).ways.startswith("It left no checkpoint: `--overwrite` trains from the beginning")
 
 
 def test_a_run_that_trains_now_is_waited_for_or_ended(tmp_path):

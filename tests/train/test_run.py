@@ -176,7 +176,7 @@ def test_a_run_is_not_resumed_with_what_its_checkpoints_cannot_hold(key, model_f
     file = write_config(tmp_path, model_folder, max_steps=1)
     run(file)
     other = load_config(file, [key, *(["lora_target_linear=true"] if "lora" in key else [])])
-    with pytest.raises(UserError, match=f"resume: {key.split('=')[0]}.*set otherwise"):
+    with pytest.raises(UserError, match=f"resume: {key.split('=')[0]}.*changed since"):
         train(other, resume=True)
     assert changed_keys(load_config(file), tmp_path / "out") == {}
 
@@ -185,7 +185,7 @@ def test_what_a_checkpoint_of_another_folder_holds_is_said_by_the_run_that_wrote
     file = write_config(tmp_path, model_folder, max_steps=1)
     run(file)
     elsewhere = [f"output_dir={tmp_path}/other", f"resume_from_checkpoint={tmp_path}/out/checkpoint-1"]
-    with pytest.raises(UserError, match=r"resume: optimizer .* set otherwise"):
+    with pytest.raises(UserError, match=r"resume: optimizer .* changed since"):
         train(load_config(file, [*elsewhere, "optimizer=sgd"]))
     assert not (tmp_path / "other" / "config.yaml").exists()
 
@@ -194,7 +194,7 @@ def test_a_rate_that_a_schedule_has_reduced_is_not_set_anew(model_folder, tmp_pa
     keys = {"lr_scheduler": "reduce_lr_on_plateau", "val_set_size": 0.5, "eval_steps": 1}
     file = write_config(tmp_path, model_folder, max_steps=1, **keys)
     run(file)
-    with pytest.raises(UserError, match=r"resume: learning_rate .* set otherwise.*reduce_lr_on_plateau"):
+    with pytest.raises(UserError, match=r"resume: learning_rate .* changed since.*reduce_lr_on_plateau"):
         train(load_config(file, ["learning_rate=0.1"]), resume=True)
 
 
@@ -222,7 +222,7 @@ def test_a_loader_process_that_is_killed_is_named_with_what_is_safe(model_folder
     command = [sys.executable, "-c", KILLS_LOADER, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert "UserError: dataloader_num_workers: a process that reads rows was lost" in done.stderr
-    assert "is whole: once the cause is mended, go on from it with --resume." in done.stderr
+    assert "is whole: once the cause is fixed, go on from it with --resume." in done.stderr
     train(load_config(file, ["max_steps=5"]), resume=True)
 
 

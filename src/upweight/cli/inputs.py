@@ -113,7 +113,7 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
     if path.is_dir() and not any(path.glob("*.json")) and any(holds_run(one) for one in path.iterdir()):
         raise UserError(no_run_in(path))
     if merge_is_stale(path):
-        warn_once(f"{path} was merged from an earlier adapter: make it anew with `upweight merge-lora`")
+        warn_once(f"{path} was merged from an earlier adapter: merge again with `upweight merge-lora`")
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
         return _of_run(path, read_config(run, overrides))

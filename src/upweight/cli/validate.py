@@ -39,8 +39,8 @@ def run(path: Path, overrides: list[str], *, fragment: bool, data: bool) -> None
     if looks and (unknown := [text for config in configs for text in _unknown_lengths(config)]):
         raise UserError("\n".join(dict.fromkeys(unknown)))
     if looks:
-        seen = "the first of each file here is looked at, and none of the hub; all are read by"
-        logger.info("of the rows, %s upweight preprocess %s", seen, path)
+        seen = "the first of each local file, and none of the hub; all are read by"
+        logger.info("rows that were checked: %s upweight preprocess %s", seen, path)
     if not fragment:
         logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), path)
     print("ok")

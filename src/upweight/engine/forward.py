@@ -197,7 +197,7 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     local = {"source_T": scored.offset_I, "target_T": packed["target_T"][scored.computed_I]}
     if packed["teacher"] is not None:
         local["teacher"] = packed["teacher"].rows(scored.computed_I)
-        local["divergence"] = replace(packed["divergence"], summed=False)  # what a rank computes in vain counts nothing
+        local["divergence"] = replace(packed["divergence"], summed=False)  # a dropped token must not count
     if packed["weight_BN"] is not None:
         local["weight_BN"] = context.slice(packed["weight_BN"])
     out = _local_outputs(base, packed | local | {"feature_positions_T": featured.offset_I})

@@ -11,7 +11,7 @@ from upweight.types import Completion, Group
 
 
 def credit_tokens(groups: Sequence[Group], group_S: Tensor, method: Method, discount: float) -> None:
-    """Give each token of the completions the advantage of the rewards from it on, where that is not their sum's."""
+    """Set each token's advantage from the rewards from it on, unless all are undiscounted and at the last token."""
     if discount == 1 and not any(group.credits for group in groups):
         return
     advantage_ST = method.advantages(rewards_to_go(groups, discount), group_S)

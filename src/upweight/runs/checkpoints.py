@@ -123,7 +123,7 @@ def nothing_to_resume(run_folder: Path) -> str | None:
     meant = next((f" Did you mean output_dir={name}?" for name in names if Path(name).name == near), "")
     listed = ", ".join(names[:MOST_LISTED]) + (", ..." if len(names) > MOST_LISTED else "")
     known = f" Runs with checkpoints beside it: {listed}." if names else ""
-    return f"nothing to resume: {run_folder} {state}, so this run starts anew.{known}{meant}"
+    return f"nothing to resume: {run_folder} {state}, so this run starts from the beginning.{known}{meant}"
 
 
 def last_whole_checkpoint(run_folder: Path) -> Path | None:

@@ -224,7 +224,7 @@ class Health:
 
 
 def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
-    """Return every verdict on a run, from the rows of its metrics.jsonl, without those that later ones say better."""
+    """Return every verdict on a run, from the rows of its metrics.jsonl, without those that later ones replace."""
     health = Health()
     found = [verdict for row in rows for verdict in health.take(row)]
     left_out = outdated(verdict.name for verdict in found)
@@ -232,9 +232,9 @@ def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
 
 
 def outdated(names: Iterable[str]) -> set[str]:
-    """Return those of a run's verdicts that told of its start what another one of them tells for good."""
-    told = set(names)
-    return {rule.name for rule in RULES if rule.from_start and told.intersection(rule.hidden_by)}
+    """Return the verdicts on the first steps that another verdict of the run replaces."""
+    reported = set(names)
+    return {rule.name for rule in RULES if rule.from_start and reported.intersection(rule.hidden_by)}
 
 
 def too_early(rows: Iterable[MetricsRow]) -> list[Waiting]:

@@ -67,10 +67,10 @@ def earlier_run(folder: Path) -> EarlierRun | None:
     holds = counted + (f", which {words[state]}" if state in words else "")
     if state == "running" and is_here:
         return EarlierRun(holds, "Wait for it, or end it")
-    step, anew = newest_marked(folder), "`--overwrite` trains anew and replaces its model and metrics"
+    step, again = newest_marked(folder), "`--overwrite` trains from the beginning and replaces its model and metrics"
     if step is None and state in ("failed", "stopped", "killed"):
-        return EarlierRun(holds, f"It left no checkpoint: {anew}")
-    return EarlierRun(holds, f"`--resume` continues it{f' from step {step}' if step else ''}, {anew}")
+        return EarlierRun(holds, f"It left no checkpoint: {again}")
+    return EarlierRun(holds, f"`--resume` continues it{f' from step {step}' if step else ''}, {again}")
 
 
 @contextlib.contextmanager
@@ -123,8 +123,8 @@ def _resume_sentence(folder: Path) -> str:
     """Return a sentence about what a resume can begin with."""
     whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
     if whole is None:
-        return "There is no whole checkpoint: once the cause is mended, start again."
-    return f"The checkpoint of step {whole} is whole: once the cause is mended, go on from it with {resume_words()}."
+        return "There is no whole checkpoint: once the cause is fixed, start again."
+    return f"The checkpoint of step {whole} is whole: once the cause is fixed, go on from it with {resume_words()}."
 
 
 def report_on(folder: Path) -> None:

@@ -33,7 +33,7 @@ if torch.cuda.is_available() and find_spec("triton"):
 else:
     paged_step = draw_step = DrawState = None
 
-# Not cuDNN's, which plans anew for every length of a prompt, for a millisecond in each layer.
+# Not cuDNN's, which plans again for every length of a prompt, for a millisecond in each layer.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BLOCK = 16  # steps launched before the host reads their tokens
 

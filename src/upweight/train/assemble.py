@@ -230,7 +230,7 @@ def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data
     assert read is not None
     cached = (why := unwritable_reason(folder.absolute())) is None
     if why is not None:
-        warn_once(f"dataset_prepared_path: {why}; rows are prepared anew each time. Name another folder.")
+        warn_once(f"dataset_prepared_path: {why}; rows are prepared again each time. Name another folder.")
 
     def encode(
         raw: Any, where: str, *, keep: bool = cached, trains: bool = False, pool: EncodePool | None = None

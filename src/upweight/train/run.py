@@ -119,19 +119,20 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, resume: bool) -> None:
     """Write config.yaml and move checkpoints away that are newer than the one to resume from."""
     if (resume or config.run.auto_resume) and checkpoint is None and checkpoints_of(folder):
-        if read_json(folder / RECORD).get("state") == "done":  # anew, it would write over a model that may be whole
+        if read_json(folder / RECORD).get("state") == "done":  # a new run may write over a whole model
             raise UserError(
                 f"output_dir: the run in {folder} finished, and none of its checkpoints is whole, so nothing can be "
                 f"resumed. To train its model further: `base_model={folder}` with another output_dir (an adapter: "
-                f"`lora_model_dir={folder}`); `--overwrite` trains anew and replaces it."
+                f"`lora_model_dir={folder}`); `--overwrite` trains from the beginning and replaces it."
             )
-        logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
+        logger.warning("warning: %s has no whole checkpoint; starting from the beginning", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else {}
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)
     if changed:
-        logger.warning("warning: set otherwise than when the run began: %s", "; ".join(changed.values()))
+        logger.warning("warning: changed since the run began: %s", "; ".join(changed.values()))
     if (folder / MERGED).is_dir():
-        logger.warning("warning: %s is of the adapter before this run; `merge-lora` makes it anew", folder / MERGED)
+        stale = "was merged from the adapter before this run; `merge-lora` writes it again"
+        logger.warning("warning: %s %s", folder / MERGED, stale)
     remove_partials(folder)
     write_config(config, folder)
     set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)

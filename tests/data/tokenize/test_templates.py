@@ -239,4 +239,4 @@ WITH_SYSTEM = "<|im_start|>system\nYou help.<|im_end|>\n" + CHATML  # as models 
 def test_a_template_that_is_not_the_models_is_warned_of(theirs, named, warned, caplog):
     _warned.clear()
     chat_template(DataSection(chat_template=named), DatasetSpec(), byte_tokenizer(template=theirs), Path())
-    assert ("writes turns otherwise than the model's own template" in caplog.text) == warned
+    assert ("writes turns differently from the model's own template" in caplog.text) == warned

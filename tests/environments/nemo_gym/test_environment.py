@@ -204,7 +204,7 @@ def test_a_session_that_was_lost_after_calls_is_a_fault(fake):
         fake.life = 2
         return await played(environment, said("", ToolCall("add", {})))
 
-    with pytest.raises(GymFault, match="started anew"):
+    with pytest.raises(GymFault, match="was restarted in between"):
         with_gym(fake, work)
 
 

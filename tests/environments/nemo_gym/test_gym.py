@@ -113,7 +113,7 @@ def test_servers_that_die_or_hang_are_started_anew(section, tmp_path, monkeypatc
             await environment.stop()
 
     asyncio.run(run())
-    restarts = sum("NeMo Gym anew" in message for message in caplog.messages)
+    restarts = sum("restarting the servers of NeMo Gym" in message for message in caplog.messages)
     assert restarts == 1 if poison == "hang" else restarts >= 1
     wait_until(lambda: not running(section))
 

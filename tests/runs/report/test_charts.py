@@ -1,5 +1,7 @@
 """Metrics -> charts."""
 
+import pytest
+
 from made_reports import metrics
 from upweight.runs.report.charts import SPECS, charts_of, split_set
 
@@ -37,6 +39,23 @@ def test_pairs_of_a_method_share_a_chart():
     assert both.series == [("chosen", "rewards/chosen"), ("rejected", "rewards/rejected")]
     assert charts["Loss"].held_out == [("", "loss")]
     assert "Each reward" not in {chart.group for chart in charts.values()}
+
+
+@pytest.mark.parametrize(
+    "logged",
+    [
+        "reward reward_std group_reward_std reward_min reward_max clip_ratio/low_min clip_ratio/high_max",
+        "step_time rollout/seconds rollout/compile_seconds rollout/feature_seconds rollout/prefill_tokens",
+        "distill/agreement distill/divergence distill/forward_kl distill/reverse_kl distill/sampled_kl",
+        "distill/cross_entropy distill/teacher_entropy distill/teacher_gain distill/ce_loss",
+        "distill/aligned_share distill/unread_share distill/tail_mass distill/teacher_tail_mass",
+        "mean_reward min_reward max_reward",
+    ],
+)
+def test_what_methods_log_has_a_chart_that_explains_it(logged):
+    charts = charts_of(logged.split(), [])
+    assert all(chart.meaning for chart in charts)
+    assert all(label for chart in charts if len(chart.series) > 1 for label, _ in chart.series)
 
 
 def test_what_is_not_known_is_shown_too():

@@ -79,7 +79,7 @@ def test_a_resume_refuses_keys_that_choose_other_weights(keys, refused, tmp_path
     write_config(parse_config(before, folder=tmp_path), tmp_path)
     changed = changed_keys(parse_config({**before, **keys}, folder=tmp_path), tmp_path)
     with (
-        pytest.raises(UserError, match=rf"resume: {refused}.* \(.* then, .* now\) set otherwise")
+        pytest.raises(UserError, match=rf"resume: {refused}.* \(.* then, .* now\) changed since")
         if refused
         else nullcontext()
     ):

@@ -98,7 +98,7 @@ def is_rating(name: str, table: Table) -> bool:
 
 
 def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
-    """Return a column that marks rows otherwise than by true and false, with its values, the good one first."""
+    """Return a column that marks rows by words other than true and false, with its values, the good one first."""
     name = table.roles("labelled").get("label")
     cells = [row.get(name) for row in table.rows] if name else []
     if name is None or all(is_label(value) for value in cells):

@@ -96,7 +96,7 @@ def text_of(plan: Plan, output: Path) -> str:
         "datasets:",
         *(f"  {line}" for line in lines.rstrip().splitlines()),
         f"val_set_size: {held_out}   # rows held out, on which the run evaluates",
-        *([f"eval_samples: {min(held_out, 8)}   # of which so many are answered before and after"] if answers else []),
+        *([f"eval_samples: {min(held_out, 8)}   # how many are answered before and after"] if answers else []),
         *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
         "",
         f"adapter: {adapter}   # trains a few weights beside the model; remove these four lines to train all",

@@ -71,7 +71,7 @@ def encoding_problem(file: Path, most: int | None = None) -> str | None:
 
 
 def _remedy(file: Path, encoding: str) -> str:
-    """Return the command that writes a file anew in UTF-8, and what does the same in a spreadsheet."""
+    """Return the command that converts a file to UTF-8, and what does the same in a spreadsheet."""
     if file.suffix.lower() in COMPRESSED:
         return f"unpack it, then `iconv -f {encoding} -t utf-8 FILE > NEW_FILE`"
     name, target = shlex.quote(str(file)), shlex.quote(f"{file.stem}-utf8{file.suffix}")

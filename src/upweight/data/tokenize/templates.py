@@ -216,7 +216,7 @@ def chat_template(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder:
         if (theirs := trained._probe("user", "assistant", ask=False)) and template.writes_otherwise(theirs):
             name = section.chat_template or "jinja"
             warn_once(
-                f"chat_template: '{name}' writes turns otherwise than the model's own template, which the model has "
+                f"chat_template: '{name}' writes turns differently from the model's own template, which the model has "
                 "learned; leave the key out to train and to ask with the model's own"
             )
     return template

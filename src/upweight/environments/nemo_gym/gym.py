@@ -120,7 +120,7 @@ class NemoGym(Environment):
             await asyncio.sleep(pause)
             await self.until_healthy()
             if server not in self.servers.all:
-                raise GymFault(f"{server.instance} was started anew in between", "restarted")
+                raise GymFault(f"{server.instance} was restarted in between", "restarted")
             try:
                 answer = await self.client.ask(server.url + path, body, limit=limit, cookies=cookies)
             except GymFault as fault:
@@ -192,13 +192,13 @@ class NemoGym(Environment):
                     continue
                 problem = faults[0]
             self._in_a_row += 1
-            logger.warning("warning: starting the servers of NeMo Gym anew: %s", problem)
+            logger.warning("warning: restarting the servers of NeMo Gym: %s", problem)
             self._healthy.clear()
             old = self.client
             await asyncio.to_thread(self.process.end)
             try:
                 if self._in_a_row > MOST_RESTARTS:
-                    raise UserError(f"the Gym's servers were started {MOST_RESTARTS} times in vain; see their log.")
+                    raise UserError(f"the Gym's servers failed after {MOST_RESTARTS} restarts; see their log.")
                 self.process.spawn()
                 await self._wait_for_servers()
             except UserError as error:

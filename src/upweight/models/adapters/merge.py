@@ -88,7 +88,7 @@ def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
     if output.exists() and not stale:
         raise UserError(f"{output} exists already; remove it, or name another folder with --output")
     if stale:
-        logger.info("%s is of an earlier adapter and is made anew", output)
+        logger.info("%s was merged from an earlier adapter and is written again", output)
     if adapted.base.gguf_file is None and hasattr(load_model_config(adapted.base), "quantization_config"):
         raise UserError("base_model: its weights are stored quantised; name the unquantised model to merge into")
     with atomic_path(output) as part:
@@ -149,7 +149,7 @@ def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int,
     in_files = set(names.values())
     replaced = {name: new.detach() for name, new in plan.items() if isinstance(new, Tensor)}
     if in_model - in_files - set(replaced) - set(tied) or not set(plan) <= in_files | set(replaced):
-        return "its files name weights otherwise than the model"
+        return "its files have other names for weights than the model"
     if any(not _stay_tied(plan.get(target), plan.get(source)) for target, source in tied.items()):
         return "the adapter changes one of two weights that were tied"
     added = {name: value for name, value in replaced.items() if name not in in_files and name not in tied}

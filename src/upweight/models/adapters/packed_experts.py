@@ -103,7 +103,7 @@ class _PackWeights(Bnb4bitQuantize):
 
 @torch.no_grad()
 def _check_forward(module: Any, model: PreTrainedModel) -> None:
-    """Raise where packed experts answer to random numbers otherwise than the module's forward with their weights."""
+    """Raise where packed experts and the module's forward with their weights differ on random numbers."""
     weights = {name: unpacked(weight) for name, weight in module._parameters.items() if is_packed(weight)}
     first, generator = next(iter(weights.values())), torch.Generator().manual_seed(0)
     into = next(weights[name] for name in WEIGHTS if name in weights)
@@ -126,7 +126,7 @@ def _check_forward(module: Any, model: PreTrainedModel) -> None:
 
 
 def _refusal(module: nn.Module, model: PreTrainedModel) -> str:
-    problem = f"{type(module).__name__} of {type(model).__name__} computes otherwise than packed experts can"
+    problem = f"{type(module).__name__} of {type(model).__name__} computes in a way that packed experts cannot"
     return f"quantize_moe_experts: {problem}. Drop the key: they stay in half precision."
 
 

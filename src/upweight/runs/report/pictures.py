@@ -40,7 +40,7 @@ class Pictures:
 
 
 def _small(file: Path) -> str | None:
-    """Return an image as a data URI. It is decoded and written anew, so nothing but a picture reaches the page."""
+    """Return an image as a data URI. It is decoded and encoded again, so nothing but a picture reaches the page."""
     out = io.BytesIO()
     try:
         if file.stat().st_size > MOST_BYTES:

@@ -92,7 +92,7 @@ def _health_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
     waiting = [one for one in run["too_early"] if one["level"] == "alarm"]
     if waiting and run["steps"]:
         rules = ", ".join(f"{one['name']} ({one['step']})" for one in waiting)
-        text = f"too early for rules that judge from the step named on: {rules}"
+        text = f"too early for rules (in brackets the step from which each can judge): {rules}"
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
 
 

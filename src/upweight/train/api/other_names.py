@@ -35,7 +35,7 @@ REPLACED = {
     "model_adapter_name": "The active adapter is trained.",
     "ref_adapter_name": "The reference is the adapter as it is at the start.",
     "max_completion_length": BOUNDED_TOGETHER,
-    "overwrite_output_dir": "Leave it out: a run that is not resumed begins anew in its 'output_dir'.",
+    "overwrite_output_dir": "Leave it out: a run that is not resumed starts from the beginning in its 'output_dir'.",
     "logging_dir": "Leave it out; the environment variable TENSORBOARD_LOGGING_DIR names TensorBoard's folder.",
     "label_pad_token_id": "Leave it out: labels are not padded.",
     "padding_value": "Leave it out: rows are packed, not padded.",

@@ -171,7 +171,7 @@ def require_same_vocabulary(student: Any, teacher: Any, where: str) -> None:
 
 
 def warn_of_other_template(student: Any, teacher: Any, where: str) -> None:
-    """Warn where the teacher's tokenizer renders a conversation otherwise than the student's."""
+    """Warn where the teacher's tokenizer renders a conversation differently from the student's."""
     if not (getattr(student, "chat_template", None) and getattr(teacher, "chat_template", None)):
         return
     options = {"tokenize": False, "add_generation_prompt": True}

@@ -4,7 +4,7 @@ from upweight.types import Mean, Metrics, Outputs
 
 
 def replay_metrics(out: Outputs) -> Metrics:
-    """Return the shares of tokens and of choices that are routed otherwise than in sampling."""
+    """Return the shares of tokens and of choices that are routed differently from sampling."""
     if out.router_changes_4 is None:
         return {}
     choices_changed, tokens_changed, choices, tokens = out.router_changes_4.unbind()

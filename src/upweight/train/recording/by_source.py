@@ -35,7 +35,7 @@ def losses_by_source(
 
 
 def of_sequences(out: Outputs, batch: Batch, keep_S: Tensor) -> tuple[Outputs, Batch]:
-    """Return the outputs and batch fields of some sequences, which are numbered anew; tokens stay where they are."""
+    """Return the outputs and batch fields of some sequences, which are renumbered; tokens stay where they are."""
     keep_T, number_S = keep_S[batch.sequence_T], torch.cumsum(keep_S, 0) - 1
     parts: dict[str, Tensor] = {}
     for name, values in vars(batch).items():

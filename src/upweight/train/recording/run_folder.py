@@ -90,12 +90,12 @@ def _shown(value: Any) -> str:
 def require_same_resume_keys(changed: Mapping[str, str], checkpoint: Path | None, scheduler: str) -> None:
     """Raise where changed keys do not fit the weights, optimizer or learning rate of the checkpoint."""
     remedy = "Set it as in the run's config.yaml, or begin a new run in another output_dir."
-    otherwise = "set otherwise than when the run began"
+    since = "changed since the run began"
     if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
-        problem = f"resume: {changed['learning_rate']} {otherwise}; 'reduce_lr_on_plateau' goes on from {checkpoint}"
+        problem = f"resume: {changed['learning_rate']} {since}; 'reduce_lr_on_plateau' goes on from {checkpoint}"
         raise UserError(f"{problem}. {remedy}")
     if values := [value for key, value in changed.items() if key in RESUME_KEYS]:
-        raise UserError(f"resume: {'; '.join(values)} {otherwise}; {checkpoint} holds what was trained then. {remedy}")
+        raise UserError(f"resume: {'; '.join(values)} {since}; {checkpoint} holds what was trained then. {remedy}")
 
 
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:

@@ -181,7 +181,7 @@ function earlyNote(run, several) {
   const waiting = run.too_early;
   if (!waiting.length) return null;
   return el("p", { class: "well" }, el("strong", {}, "Too early: "), several && `${run.name}: `,
-    `${plural(run.step, "step")} ${run.step === 1 ? "is" : "are"} too few for ${plural(waiting.length, "rule")}. They judge from the step named on: `,
+    `${plural(run.step, "step")} ${run.step === 1 ? "is" : "are"} too few for ${plural(waiting.length, "rule")}. In brackets the step from which each can judge: `,
     `${waiting.map((rule) => `${rule.name} (${rule.step})`).join(", ")}.`);
 }
 
@@ -224,7 +224,7 @@ function answersOf(run, part) {
     row.reward !== undefined && el("span", { class: "small" }, `reward ${show(row.reward)}`));
   const line = (key) => el("tr", {}, el("th", { scope: "row" }, (before.get(key).prompt || []).slice(-1).map((message) => message.content)), cell(before.get(key)), cell(after.get(key)));
   const rows = keys.map(line);
-  return el("details", { class: "answers-then", open: !isNarrow() }, el("summary", {}, "Answers to held-out prompts, then and now"),
+  return el("details", { class: "answers-then", open: !isNarrow() }, el("summary", {}, "Answers to held-out prompts, before and after"),
     el("table", { class: "then-now" }, el("thead", {}, el("tr", {}, ["Prompt", `Step ${files[0].step}`, `Step ${files[files.length - 1].step}`].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, rows.slice(0, 4))), moreRows(rows.slice(4)));
 }
