@@ -23,7 +23,7 @@ from upweight.config import Config
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.log import clear_status, logger, show_status, shows_status
+from upweight.log import clear_status, in_parts, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
 from upweight.runs.command import OPTION, resume_words
@@ -92,10 +92,12 @@ class StopOnSignal(TrainerCallback):
         if os.getpid() != self._process:  # a forked loader process
             return
         if self.caught:
+            logger.warning("ended at once, without saving; continue with %s", resume_words())
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.caught = number
-        logger.warning("%s: saving after this step, then stopping", signal.Signals(number).name)
+        advice = "saving after this step, then stopping (once more: ends at once, without saving)"
+        logger.warning("%s: %s", signal.Signals(number).name, advice)
 
 
 class StopOnNan(TrainerCallback):
@@ -204,7 +206,7 @@ class Progress(TrainerCallback):
         if "tokens_per_second" in logs:
             shown += [_speed(logs), *self._time_left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
-        logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
+        logger.info("%s", in_parts([f"{label} {state.global_step}/{state.max_steps}", *shown]))
         self._draw_bar(state)
 
     def _draw_bar(self, state: Any) -> None:
