@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from made_tokenizers import encoder
-from upweight.cli.starter.new import _rows_of
+from upweight.cli.starter.new import _table_of
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -20,4 +20,4 @@ def rows_read(folder: Path) -> list[dict[str, Any]]:
     (entry,) = config["datasets"]
     plain = {key: value for key, value in entry.items() if key in ("type", "filter")}
     read = encoder(plain, folder=folder, **{key: config[key] for key in ("rl", "reward_model") if key in config})
-    return [record.text for row in _rows_of(folder / entry["path"]) for record in read(row)]
+    return [record.text for row in _table_of(folder / entry["path"]).rows for record in read(row)]

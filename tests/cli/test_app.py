@@ -158,3 +158,22 @@ def test_validate_imports_nothing_that_computes(name):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_list_of_commands_has_whole_sentences():
+    shown = launched("--help").stdout
+    commands = shown[shown.index("Commands:") :]
+    assert "..." not in commands
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_shell_completes_commands_and_options():
+    asked = {"_TYPER_COMPLETE_ARGS": "upweight mer", "COMP_WORDS": "upweight mer", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['upweight']; from upweight.cli.app import main; main()"],
+        env={**os.environ, **asked, "_UPWEIGHT_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["merge-lora"]

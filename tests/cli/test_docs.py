@@ -72,3 +72,24 @@ def test_messages_name_pages_as_a_command_that_everyone_has():
     for file in files:
         for page in re.findall(r"upweight docs ([\w/-]+)", file.read_text()):
             assert (ROOT / "docs" / f"{page}.md").is_file(), (file, page)
+
+
+def test_several_words_need_no_quotes_to_be_searched_for():
+    assert printed("--search", "learning", "rate") == printed("--search", "learning rate")
+
+
+def test_a_page_fits_its_window_but_for_code():
+    code = "```bash\nupweight docs --search something\n```"
+    page = f"# Title\n\nWords that go on for a while.\n\n{code}\n| a | b | c d e f |\n"
+    assert docs.in_width(page, 16).splitlines() == [
+        "# Title",
+        "",
+        "Words that go on",
+        "for a while.",
+        "",
+        "```bash",
+        "upweight docs --search something",
+        "```",
+        "| a | b | c d e",
+        "  f |",
+    ]

@@ -82,6 +82,11 @@ def test_a_conversation_is_kept_until_reset(model):
         assert found["completion"] == answer
 
 
+def test_a_conversation_ends_by_its_command(model):
+    said = inference(model, "chat_template=chatml", "--chat", *FEW, given="/help\n/quit\nhello\n")
+    assert said == ""  # what follows is not asked
+
+
 def test_a_config_means_what_it_trained_or_its_base(model, tmp_path):
     config = write_config(tmp_path, model, **LORA)
     few = ("--prompt", "the quick brown", "--temperature", 0, "--max-new-tokens", 12)

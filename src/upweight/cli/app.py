@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from upweight.cli.arguments import TAKES_OVERRIDES, AsJson, ConfigFile, Overrides, Processes, TrainedTarget, gib
+from upweight.cli.arguments import (
+    TAKES_OVERRIDES,
+    AsJson,
+    ConfigFile,
+    Overrides,
+    Processes,
+    TrainedTarget,
+    WholeSentences,
+    gib,
+)
 from upweight.cli.distill import distill_log
 from upweight.cli.docs import docs
 from upweight.cli.export.commands import export, gguf, merge_lora, serve
@@ -18,11 +27,11 @@ from upweight.cli.sweep import sweep
 from upweight.errors import UserError
 from upweight.files import storage_error
 from upweight.heartbeat import heartbeat
-from upweight.log import logger, set_up_logging, warn_once
+from upweight.log import fitted, logger, set_up_logging, warn_once
 
 app = typer.Typer(
+    cls=WholeSentences,
     help="Train language models from feedback, driven by one YAML file.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -363,7 +372,7 @@ def main() -> None:
         with heartbeat():
             app(args=_with_launcher_arguments(sys.argv[1:]))
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(fitted(str(error)), file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from upweight.errors import UserError, closest
 
@@ -56,3 +57,13 @@ def gib(text: str) -> float:
 
 # `--trl.beta 0.1`, as other trainers write it, is an override too.
 TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+
+
+class WholeSentences(TyperGroup):
+    """A list of commands whose sentences are wrapped; by itself it cuts them at the end of the line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        rows = [(one.name or "", one.get_short_help_str(limit=1000)) for one in commands if one and not one.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

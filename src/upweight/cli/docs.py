@@ -2,7 +2,9 @@
 
 import pydoc
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +31,8 @@ def docs(
     """Print a page of the documentation, list the pages, or search them."""
     pages = _pages()
     page = _spelt(" ".join(words), pages) if words else None
+    if search is not None and page is not None and _name(page) not in pages:  # the second word of what is searched for
+        search, page = f"{search} {page}", None
     if search is not None:
         lines = _lines_with(pages if page is None else {page: _page(page, pages)}, search)
         if not lines:
@@ -42,9 +46,25 @@ def docs(
     else:
         text = _page(page, pages).read_text(encoding="utf-8")
         if sys.stdout.isatty():
-            pydoc.pager(text)
+            pydoc.pager(in_width(text, shutil.get_terminal_size().columns))
         else:
             print(text, end="")
+
+
+def in_width(text: str, width: int) -> str:
+    """Return a page whose long lines are broken between words, but for its code."""
+    lines: list[str] = []
+    is_code = False
+    for line in text.splitlines():
+        is_code ^= line.startswith("```")
+        if is_code or len(line) <= width:
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith(("|", "-")) else ""
+            lines += textwrap.wrap(
+                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+    return "\n".join(lines) + "\n"
 
 
 def _pages() -> dict[str, Path]:

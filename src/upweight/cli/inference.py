@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import secrets
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import quiet_transformers
 from upweight.types import ImageRef, Sampling
 
+CHAT_HELP = "/reset clears the conversation; /quit or Ctrl-D ends."
 AT_ONCE = 64  # rows between two writes
 
 
@@ -128,7 +130,8 @@ def _refuse_options(beside_chat: bool, count: int, sampling: Mapping[str, Any]) 
 def _read_rows(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the rows of a file or of stdin by file and line: each line is a JSON object, or the text of a prompt."""
     if file is None and sys.stdin.isatty():
-        print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
+        what = "Prompts, one on each line; Ctrl-D on an empty line ends them, and all are answered"
+        print(f"{what} (--chat answers each at once).", file=sys.stderr)
     with utf8_from("stdin"):  # in the C locale, sys.stdin itself lets any byte through
         text = sys.stdin.buffer.read().decode("utf-8") if file is None else text_of(file)
     name = file or "stdin"
@@ -151,11 +154,15 @@ def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:
     """Chat turn by turn until the input ends."""
     if not generator.templated:
         raise UserError("--chat needs a chat template, and the tokenizer has none: name one, `chat_template: chatml`")
-    print("/reset clears the conversation; Ctrl-D ends.", file=sys.stderr)
+    print(CHAT_HELP, file=sys.stderr)
     messages: list[dict[str, str]] = []
     for turn, line in enumerate(iter(_read_line, None)):
         if line.strip() == "/reset":
             messages = []
+        elif line.strip() in ("/exit", "/quit", "/bye"):
+            return
+        elif re.fullmatch(r"/(help|\?)\s*", line):
+            print(CHAT_HELP, file=sys.stderr)
         elif line.strip():
             conversation = [*messages, {"role": "user", "content": line}]
             try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 import webbrowser
@@ -66,8 +67,10 @@ def watch_text(runs: Sequence[Path]) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             data = reader.read()
-            print((CLEAR if live else "") + text_page(data), end="", flush=True)
-            if not live or is_over(data):
+            over = not live or is_over(data)  # the last page stays, whole
+            height = None if over else shutil.get_terminal_size().lines
+            print((CLEAR if live else "") + text_page(data, height=height), end="", flush=True)
+            if over:
                 return
             time.sleep(EVERY_SECONDS)
 

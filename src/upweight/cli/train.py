@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -145,7 +146,8 @@ def _weights_taken(config: Config) -> str:
     trained = folder.is_dir() and any((folder / name).is_file() for name in TRAINED)
     if Path(config.model.base_model or "") == folder or not trained:
         return str(config.model.base_model)
-    return f"{config.model.base_model}, the model before training; for the result: upweight evaluate {folder}"
+    named = shlex.quote(str(folder))
+    return f"{config.model.base_model}, the model before training; for the result: upweight evaluate {named}"
 
 
 def _load_config(path: Path, overrides: list[str]) -> Config:

@@ -1,5 +1,6 @@
 """`upweight validate`: all that is wrong with a config, its data files and its model's folder, at once."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -42,7 +43,11 @@ def run(path: Path, overrides: list[str], *, fragment: bool, data: bool) -> None
         seen = "the first of each local file, and none of the hub; all are read by"
         logger.info("rows that were checked: %s upweight preprocess %s", seen, path)
     if not fragment:
-        logger.info("not checked, since machines differ: %s (upweight doctor %s)", ", ".join(NOT_VALIDATED), path)
+        logger.info(
+            "not checked, since machines differ: %s (upweight doctor %s)",
+            ", ".join(NOT_VALIDATED),
+            shlex.quote(str(path)),
+        )
     print("ok")
 
 

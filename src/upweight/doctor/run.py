@@ -20,8 +20,8 @@ from upweight.runs.report.run import folders_of, run_status
 MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 MEMORY_REMEDIES = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
 KILLED_ERRORS = (
-    "it recorded no reason, as when host memory is full (exit code -9 or 137): look into the system's log; fewer "
-    "dataloader_num_workers and no dataset_keep_in_memory need less; then "
+    "it recorded no reason, as when Ctrl-C is pressed twice, or when host memory is full (exit code -9 or 137): look "
+    "into the system's log; fewer dataloader_num_workers and no dataset_keep_in_memory need less; then "
 )
 FULL = 64 << 20  # bytes free, of a disk on which no checkpoint has room
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import socket
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,8 @@ def holds_run(folder: Path) -> bool:
 def no_such_run(path: Path, what: str = "run") -> str:
     """Return the message about a folder that is not there, with the names of runs and models near it."""
     above = path.parent if path.parent.is_dir() else Path()
-    names = _known_folders(above, RUN_OR_MODEL)
+    configs = sorted(str(one) for kind in ("*.yaml", "*.yml") for one in above.glob(kind)) if "config" in what else []
+    names = [*configs, *_known_folders(above, RUN_OR_MODEL)]
     near = closest(path.name, (Path(name).name for name in names)) or closest(str(path), names)
     near = next((name for name in names if near in (name, Path(name).name)), None) if near else None
     return f"{path}: there is no such {what}.{f' Did you mean {near!r}?' if near else ''} {_listed(names)}"
@@ -47,7 +49,8 @@ def no_such_run(path: Path, what: str = "run") -> str:
 
 def no_run_in(folder: Path) -> str:
     """Return the message about a folder that no run has written into, with the runs in it and how to check a config."""
-    check = f" To check the config: `upweight doctor {folder / CONFIG}`." if (folder / CONFIG).is_file() else ""
+    config = folder / CONFIG
+    check = f" To check the config: `upweight doctor {shlex.quote(str(config))}`." if config.is_file() else ""
     runs = _listed(_known_folders(folder, (METRICS, RECORD)))
     return f"{folder}: neither a config nor the folder of a run, which holds {RECORD} and {METRICS}. {runs}{check}"
 
@@ -62,7 +65,8 @@ def _listed(names: list[str]) -> str:
     """Return a sentence with the names of runs, or about where runs are."""
     if not names:
         return "There is none here; a run's folder is the `output_dir` of its config."
-    return f"Here are: {', '.join(names[:MOST_LISTED])}{', ...' if len(names) > MOST_LISTED else ''}."
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return f"Here are: {', '.join(names[:MOST_LISTED])}{more}."
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

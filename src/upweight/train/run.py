@@ -8,6 +8,7 @@ rollouts of `rollout/producer.py` with rewards of `rewards/scorer.py`. `step.py`
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -56,11 +57,12 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     lock = lock_folder(folder) if is_first else nullcontext()
     with heartbeat(), activity(f"training into {folder}"), lock:
         finished_before = _train_into(folder, config, resume, watchers)
-    use = f'inference {folder} --prompt "..."' if config.method.head == "tokens" else f"score {folder} ROWS.jsonl"
+    named = shlex.quote(str(folder))
+    use = f'inference {named} --prompt "..."' if config.method.head == "tokens" else f"score {named} ROWS.jsonl"
     if finished_before:
         logger.info("this run is finished (%s); raise max_steps or num_epochs to go on", finished_before)
-    if is_first and (named := named_verdicts(folder)):
-        logger.warning("warning: this run reports %s; what to do: upweight doctor %s", named, folder)
+    if is_first and (reported := named_verdicts(folder)):
+        logger.warning("warning: this run reports %s; what to do: upweight doctor %s", reported, named)
     logger.info("done: %s; try it: upweight %s", folder, use)
 
 

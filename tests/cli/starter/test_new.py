@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.filters import repeated_notes
-from upweight.cli.starter.new import new, propose
+from upweight.cli.starter.new import _typed_table, new, propose
 from upweight.cli.starter.plan import Plan
 from upweight.cli.starter.table import Table
 from upweight.errors import UserError
@@ -86,9 +86,11 @@ def test_a_csv_becomes_a_config_that_trains(tmp_path, model):
     assert (content["rl"], content["adapter"]) == ("dpo", "lora")
     shown = upweight("preprocess", "config.yaml", "--show", 1, folder=tmp_path)
     assert "<|im_start|>user" in json.loads(shown.stdout)["prompt"]
-    trained = upweight("train", "config.yaml", "max_steps=1", folder=tmp_path)
+    trained = upweight("train", "config.yaml", "max_steps=1", "output_dir=my out", folder=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    assert (tmp_path / "mine-out" / "adapter_config.json").is_file()
+    assert "upweight watch 'my out'" in trained.stderr  # commands that can be copied
+    assert "try it: upweight inference 'my out' --prompt" in trained.stderr
+    assert (tmp_path / "my out" / "adapter_config.json").is_file()
     assert "would be written over" in upweight("new", "mine.csv", "--yes", folder=tmp_path).stderr
 
 
@@ -191,6 +193,29 @@ def test_a_terminal_is_asked_three_questions(tmp_path, model, monkeypatch, capsy
     ]
     assert "look like a better and a worse answer: dpo" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "dpo"
+
+
+def test_a_terminal_is_asked_again(tmp_path, model, monkeypatch, capsys):
+    (tmp_path / "my rows").mkdir()
+    write_csv(tmp_path / "my rows" / "my pairs.csv", PAIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("upweight.cli.starter.new._is_terminal", lambda: True)
+    said = iter(["no.csv", "my rows", "it's", "'my rows/my pairs.csv'", "banana", "kto", "dpo", "7B", str(model)])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    new()
+    shown = capsys.readouterr().out
+    assert "no.csv: there is no such file" in shown
+    assert "my rows: is a folder. Name the file with the rows, such as my rows/my pairs.csv." in shown
+    assert "--method banana: none of dpo" in shown
+    assert "kto needs prompt, completion, label" in shown
+    assert "--model 7B: is a size" in shown
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["output_dir"] == "my-pairs-out"
+
+
+def test_a_dropped_file_may_be_escaped(tmp_path, monkeypatch):
+    write_csv(tmp_path / "my pairs.csv", PAIRS)
+    monkeypatch.chdir(tmp_path)
+    assert _typed_table(r"my\ pairs.csv").file == _typed_table("my pairs.csv").file == Path("my pairs.csv")
 
 
 def test_what_cannot_be_done(tmp_path):

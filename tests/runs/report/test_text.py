@@ -113,3 +113,13 @@ def test_a_question_that_begins_like_a_role_is_whole(said, tmp_path):
     for prompt in ([{"role": "user", "content": said}], f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"):
         (run / "completions" / "step_00010.jsonl").write_text(as_lines([completion(10, prompt=prompt)]))
         assert said in " ".join(text_of(run).split())
+
+
+def test_a_narrow_window_has_every_number_and_a_low_one_the_top(tmp_path):
+    run = write_run(tmp_path / "run", steps=40)
+    reward = next(line for line in text_of(run, width=80).splitlines() if line.strip().startswith("reward "))
+    assert reward.endswith("(from 0.01 at step 1)")
+    low = text_page(PageReader([run]).read(), 80, 8).splitlines()
+    assert len(low) == 7  # and a line for the cursor
+    assert "step 40" in low[0]
+    assert "more lines" in low[-1]

@@ -44,7 +44,7 @@ def test_a_signal_asks_for_a_save_at_the_end_of_the_step(said):
     assert control.should_training_stop
     assert control.should_save
     assert stop.caught == signal.SIGTERM
-    assert said == ["SIGTERM: saving after this step, then stopping; a second signal ends it at once"]
+    assert said == ["SIGTERM: saving after this step, then stopping; a second signal ends it at once, without saving"]
     stop.restore()
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -1,10 +1,13 @@
 """`upweight new`: three questions (the file, the model, the method), and a config for the user's own rows."""
 
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,14 +19,16 @@ from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mappe
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
-from upweight.log import logger
+from upweight.log import fitted, logger
 
 if TYPE_CHECKING:
     from upweight.config import Config
 
 CHAT_NAME = re.compile(r"(?:^|[-_.])(instruct|chat|it|zephyr|assistant)(?:[-_.\d]|$)", re.IGNORECASE)  # of models
 LOOKED_AT = 200  # rows, for their columns and lengths
+DATA_FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 CAUSES = 3  # that are named of rows that cannot be read
+Answer = TypeVar("Answer")
 SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -48,34 +53,59 @@ def new(
     if output.exists():
         raise UserError(f"{output} would be written over. Name another file with --output.")
     ask = _accept if yes or not _is_terminal() else _ask
-    path = file or Path(ask("Which file holds your rows?", None, "FILE")).expanduser()
-    table = Table(path, _rows_of(path))
+    table = _table_of(file) if file else ask("Which file holds your rows?", None, "FILE", _typed_table)
     table.named = read_columns(columns, table.columns) if columns else {}
     table.meanings = read_values(values, table.named) if values else {}
     # Whoever names grpo or sft has chosen to read no preferences.
     winner = feedback.preference(table) if method not in ("grpo", "sft") else None
+    planned = partial(_planned, table, winner, memory)
     if method is None:
         proposed, why = propose(table, winner)
-        print(f"{path}: columns {', '.join(table.columns)}; {why}")
-        method = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method")
-    if method not in KINDS:
-        from upweight.config.peers import method_advice
-
-        hint = method_advice(method) or did_you_mean(method, KINDS)
-        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
+        print(fitted(f"{table.file}: columns {', '.join(table.columns)}; {why}"))
+        plan = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method", planned)
+    else:
+        plan = planned(method)
     from upweight.cli.starter.init import MODEL
 
-    model = model or ask("Which model? A hub id or a folder", MODEL, "--model")
-    if re.fullmatch(r"\d+(\.\d+)?B", model, re.IGNORECASE) and not Path(model).exists():
-        problem = f"--model {model}: is a size, and a config needs a model: a hub id or a folder, such as {MODEL}"
-        raise UserError(f"{problem}. `upweight fits {model} --memory {memory or 8:g}` says what fits for a size.")
-    plan = Plan(table, method, model, gpu=memory)
-    _map_columns(plan, winner)
+    named = partial(_named_model, memory)
+    plan.model = named(model) if model else ask("Which model? A hub id or a folder", MODEL, "--model", named)
     plan.notes += _unread_notes(plan)
     _fit_model(plan, output)
     leave_out_empty(plan, output)
     plan.notes += repeated_notes(plan)
     _write(plan, output)
+
+
+def _typed_table(answer: str) -> Table:
+    """Return the table of a file named as people type it, or as terminals write one dropped on them: in quotes."""
+    path = Path(answer).expanduser()
+    with suppress(ValueError):  # of a quote without its other half
+        words = shlex.split(answer)
+        if not path.exists() and len(words) == 1 and Path(words[0]).expanduser().exists():
+            path = Path(words[0]).expanduser()
+    return _table_of(path)
+
+
+def _planned(table: Table, winner: Preference | None, memory: float | None, method: str) -> Plan:
+    """Return the plan of a method, whose model is still to be named, with the columns that it reads."""
+    if method not in KINDS:
+        from upweight.config.peers import method_advice
+
+        hint = method_advice(method) or did_you_mean(method, KINDS)
+        raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
+    plan = Plan(table, method, "", gpu=memory)
+    _map_columns(plan, winner)
+    return plan
+
+
+def _named_model(memory: float | None, name: str) -> str:
+    """Return the model's name; a size, as `upweight fits` takes it, names none."""
+    from upweight.cli.starter.init import MODEL
+
+    if re.fullmatch(r"\d+(\.\d+)?B", name, re.IGNORECASE) and not Path(name).exists():
+        problem = f"--model {name}: is a size, and a config needs a model: a hub id or a folder, such as {MODEL}"
+        raise UserError(f"{problem}. `upweight fits {name} --memory {memory or 8:g}` says what fits for a size.")
+    return name
 
 
 def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
@@ -109,17 +139,21 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
     raise UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")
 
 
-def _rows_of(file: Path) -> Sequence[Mapping[str, Any]]:
+def _table_of(file: Path) -> Table:
     """Return the first rows of a file."""
-    from upweight.config.sections.data import DatasetSpec
-    from upweight.data.sources.open import open_entry
-
+    if file.is_dir():
+        inside = sorted(str(one) for one in file.iterdir() if one.suffix.lower() in DATA_FILES)
+        named = f", such as {inside[0]}" if inside else ""
+        raise UserError(f"{file}: is a folder. Name the file with the rows{named}.")
     if not file.is_file():
-        beside = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
+        beside = [one.name for one in file.parent.iterdir() if one.is_file()] if file.parent.is_dir() else []
         raise UserError(f"{file}: there is no such file.{did_you_mean(file.name, beside)}")
     refuse_export(file)
+    from upweight.config.sections.data import DatasetSpec  # takes seconds, which a mistyped name need not
+    from upweight.data.sources.open import open_entry
+
     rows = open_entry(DatasetSpec(path=str(file)), "datasets[0]", Path.cwd()).rows()
-    return rows.take(0, min(LOOKED_AT, len(rows)))
+    return Table(file, rows.take(0, min(LOOKED_AT, len(rows))))
 
 
 def _map_columns(plan: Plan, winner: Preference | None) -> None:
@@ -305,23 +339,27 @@ def _write(plan: Plan, output: Path) -> None:
         plan.notes.append(f"rewards: {rewards} has an example; say there what a good answer is")
     for note in plan.notes:
         logger.info("%s", note)
-    print(f"{output}\nnext: upweight preprocess {output} --show 2, then upweight train {output}")
+    named = shlex.quote(str(output))
+    print(f"{output}\nnext: upweight preprocess {named} --show 2, then upweight train {named}")
 
 
 def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _ask(question: str, proposed: str | None, flag: str) -> str:
-    """Ask on the terminal; an empty answer takes what is proposed."""
+def _ask(question: str, proposed: str | None, flag: str, read: Callable[[str], Answer]) -> Answer:
+    """Ask on the terminal until the answer can be read; an empty one takes what is proposed."""
     while True:
         answer = input(f"{question}{f' [{proposed}]' if proposed else ''}\n> ").strip() or proposed
         if answer:
-            return answer
+            try:
+                return read(answer)
+            except UserError as error:
+                print(fitted(str(error)))
 
 
-def _accept(question: str, proposed: str | None, flag: str) -> str:
+def _accept(question: str, proposed: str | None, flag: str, read: Callable[[str], Answer]) -> Answer:
     """Take what is proposed; without a terminal there is nobody to ask."""
     if proposed is None:
         raise UserError(f"{question} Name it: {flag}")
-    return proposed
+    return read(proposed)

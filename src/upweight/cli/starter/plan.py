@@ -110,7 +110,7 @@ def text_of(plan: Plan, output: Path) -> str:
         f"gradient_accumulation_steps: {1 if plan.method == 'grpo' else 4}",
         "num_epochs: 1",
         "logging_steps: 1",
-        f"output_dir: {output.stem if output.stem != 'config' else plan.file.stem}-out",
+        f"output_dir: {'-'.join((output.stem if output.stem != 'config' else plan.file.stem).split())}-out",
     ]
     return "\n".join(parts) + "\n"
 

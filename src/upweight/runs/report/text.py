@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-BAR, CURVE = 30, 32  # characters
+BAR, CURVE, SHORTEST = 30, 32, 8  # characters: what there is room for, and what says too little
 # What stands in the list, as far as a run logs it.
 SHOWN = (
     "reward", "group_reward_std", "frac_reward_zero_std", "loss", "rewards/accuracies", "rewards/margins", "accuracy",
@@ -23,11 +23,14 @@ MARKS = r"<\|[^|<>\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|</?s>|<[be]os>
 ROLE = r"(system|user|human|assistant|model|tool)(?:\n|$)"
 
 
-def text_page(data: Mapping[str, Any], width: int | None = None) -> str:
-    """Return the page's data as lines of at most `width` characters."""
+def text_page(data: Mapping[str, Any], width: int | None = None, height: int | None = None) -> str:
+    """Return the page's data as lines of at most `width` characters, from the top as many as `height` holds."""
     width = width or shutil.get_terminal_size((100, 40)).columns
-    lines = [line for run in data["runs"] for line in (*_run_lines(run, width), "")]
-    return "\n".join(line[:width] for line in lines).rstrip() + "\n"
+    lines = [line[:width] for run in data["runs"] for line in (*_run_lines(run, width), "")][:-1]
+    if height is not None and len(lines) >= height:  # the cursor takes the last one
+        below = len(lines) - height + 2
+        lines = [*lines[: height - 2], f"... {below} more lines: in a taller window, or with `| less`"[:width]]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def is_over(data: Mapping[str, Any]) -> bool:
@@ -36,28 +39,34 @@ def is_over(data: Mapping[str, Any]) -> bool:
 
 
 def _run_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
-    yield f"{run['name']}  {run['method']}  {_standing(run)}"
+    yield f"{run['name']}  {run['method']}  {_standing(run, width - len(run['name']) - len(run['method']) - 4)}"
     if run["message"]:
         yield from textwrap.wrap(run["message"], width)
+    rows = []
     for name, steps, values in _series(run):
         known = [value for value in values if value is not None]
         first, last = known[0], f"{known[-1]:.4g}"
         if name == "loss" and values[-1] is None:  # which every step logs
             last = "not a number"
-        yield f"  {name:<28}{_curve(known)}  {last}  (from {first:.4g} at step {steps[0]})"
+        rows.append((name, known, f"{last}  (from {first:.4g} at step {steps[0]})"))
+    names, texts = (max((len(row[part]) for row in rows), default=0) for part in (0, 2))
+    length = max(min(CURVE, width - names - texts - 6), SHORTEST)
+    for name, known, text in rows:
+        yield f"  {name:<{names}}  {_curve(known, length)}  {text}"
     yield from _health_lines(run, width)
     yield from _completion_lines(run, width)
 
 
-def _standing(run: Mapping[str, Any]) -> str:
+def _standing(run: Mapping[str, Any], width: int) -> str:
     step, steps = run["step"], run["max_steps"]
     parts = [run["state"], f"step {step}" + (f" of {steps:g}" if steps else "")]
-    if steps:
-        done = min(int(BAR * step / steps), BAR)
-        parts.insert(1, f"[{'#' * done}{'-' * (BAR - done)}]")
     if run["state"] == "running" and run["started"] and steps and step:
         left = (time.time() - run["started"]) / step * (steps - step)
         parts.append(f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left")
+    bar = min(BAR, width - len("  ".join(parts)) - 4)
+    if steps and bar >= SHORTEST:
+        done = min(int(bar * step / steps), bar)
+        parts.insert(1, f"[{'#' * done}{'-' * (bar - done)}]")
     return "  ".join(parts)
 
 
@@ -71,16 +80,16 @@ def _series(run: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequen
             yield name, run["eval_steps"], run["evaluated"][name]
 
 
-def _curve(values: Sequence[float]) -> str:
+def _curve(values: Sequence[float], length: int) -> str:
     """Return values as a row of blocks, means where there are more than fit."""
-    size = max(len(values) / CURVE, 1)
+    size = max(len(values) / length, 1)
     parts = [
-        values[int(n * size) : max(int((n + 1) * size), int(n * size) + 1)] for n in range(min(len(values), CURVE))
+        values[int(n * size) : max(int((n + 1) * size), int(n * size) + 1)] for n in range(min(len(values), length))
     ]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] for value in means).ljust(CURVE)
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means).ljust(length)
 
 
 def _health_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:

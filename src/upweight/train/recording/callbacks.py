@@ -23,7 +23,7 @@ from upweight.config import Config
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.log import clear_status, logger, show_status, shows_status
+from upweight.log import clear_status, in_parts, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
 from upweight.runs.command import OPTION, resume_words
@@ -100,10 +100,11 @@ class StopOnSignal(TrainerCallback):
             self.restore()
             raise KeyboardInterrupt
         if self.caught:
+            logger.warning("ended at once, without saving; continue with %s", resume_words())
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.caught = number
-        what = "saving after this step, then stopping; a second signal ends it at once"
+        what = "saving after this step, then stopping; a second signal ends it at once, without saving"
         logger.warning("%s: %s", signal.Signals(number).name, what)
 
 
@@ -218,7 +219,7 @@ class Progress(TrainerCallback):
         if "tokens_per_second" in logs:
             shown += [_speed(logs), *self._time_left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
-        logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
+        logger.info("%s", in_parts([f"{label} {state.global_step}/{state.max_steps}", *shown]))
         self._draw_bar(state)
 
     def _draw_bar(self, state: Any) -> None:

@@ -1,5 +1,6 @@
 """What a run says before its first step: model, batch, device, memory, steps, and where to look."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +54,7 @@ def summary(config: Config, trainer: Any, state: Any, memory: str) -> Iterator[t
         yield "memory", memory
     yield "steps", _steps(trainer, state)
     folder = Path(config.run.output_dir)
-    yield "look", f"upweight watch {folder}  (or --text in a terminal); metrics in {folder / METRICS}"
+    yield "look", f"upweight watch {shlex.quote(str(folder))}  (or --text in a terminal); metrics in {folder / METRICS}"
 
 
 def _model(config: Config, trainer: Any) -> str:
