@@ -1,5 +1,7 @@
 """The image by which vLLM and the trainer are compared: it is resized everywhere, it is small, and what it says."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from made_vllm import FakeVllm
-from tiny_vision import KINDS, config, processor, vision_model
+from tiny_vision import KINDS, config, processor, tiling_processor, vision_model
 from upweight import log
 from upweight.models.processor import ImageReader, attach_processor, image_reader
 from upweight.models.vision import freeze_vision
@@ -20,7 +22,8 @@ from upweight.rollout.vllm.server import VllmServer
 
 CROP = {"height": 336, "width": 336}
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-PIXTRAL, TILES, QWEN = hf.PixtralImageProcessorPil, hf.Idefics3ImageProcessorPil, hf.Qwen2VLImageProcessorPil
+PIXTRAL, QWEN = hf.PixtralImageProcessorPil, hf.Qwen2VLImageProcessorPil
+TILES = partial(partial, tiling_processor)  # made where it is used, since it may not be there
 # As published: the kind, the image processor, what its processor counts tokens by, and the most tokens of the probe.
 PUBLISHED = {
     "LLaVA 1.5": (
@@ -85,7 +88,7 @@ def published(name: str) -> tuple[ImageReader, int]:
     """A reader of images with published settings, and the most tokens of its probe."""
     kind, images, counts, most = PUBLISHED[name]
     reader = reader_of(kind)
-    reader.processor.image_processor = images
+    reader.processor.image_processor = images() if isinstance(images, partial) else images
     vars(reader.processor).update(counts)
     return reader, most
 
