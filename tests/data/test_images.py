@@ -4,6 +4,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from upweight.data.encode import build_encoder
 from upweight.data.images import undecoded
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
+from upweight.data.workers import bad_row
 from upweight.engine.images import image_positions
 from upweight.methods import DPO, KTO, ORM, ORPO, SFT
 from upweight.models.processor import attach_processor
@@ -186,12 +188,61 @@ def test_pairs_and_labelled_rows_share_the_images_of_their_prompt(tmp_path):
         ({"messages": asked({**IMAGE, "url": "https://a.b/c.png"})}, r"from a.b: .*image_hosts: \[a.b\]"),
         ({"messages": asked({**IMAGE, "base64": "?"})}, "base64 of an image"),
         ({"text": "no place", "images": [png(0)]}, "the placeholder <image> in its text"),
-        ({"messages": asked(text("<image>"), IMAGE), "images": [png(0)]}, "got 2 placeholders"),
+        ({"messages": asked(text("<image>"), IMAGE), "images": [png(0)]}, "expected texts without <image>"),
+        ({"messages": asked(text("<image>?"))}, "^'messages': expected an image for each <image>, .* got none"),
+        ({"text": "<image>?"}, "^'images': expected an image for each <image>, .* got none"),
+        ({"input_ids": [1, 259, 3], "labels": [-100, -100, 3]}, "^'images': expected an image for each <image>"),
+        ({"messages": asked({"type": "video", "path": "a.mp4"})}, "'video' is not read"),
+        ({"messages": asked({**IMAGE, "path": "x-" * 2500})}, r"there is no (x-){100} in "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_images_is_named(row, message, tmp_path):
     with pytest.raises(RowError, match=message):
         encoder(tmp_path)(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "<image>", "chosen": "a", "rejected": "b"}, {"prompt": "?", "chosen": "<image>", "rejected": "b"}],
+)
+def test_pairs_without_images_have_none_of_the_models_tokens_for_them(row, tmp_path):
+    with pytest.raises(RowError, match="an image for each <image>"):
+        encoder(tmp_path, DPO())(row)
+
+
+def test_an_error_about_images_of_messages_advises_no_other_names_of_columns(tmp_path):
+    row = {"prompt": asked(text("?"))[:1], "chosen": asked(IMAGE)[1:], "rejected": asked(IMAGE)[1:]}
+    rows = SimpleNamespace(location=lambda number: f"row {number}", sources=[])
+    job: Any = SimpleNamespace(where="datasets[0]", rows=rows, encoder=encoder(tmp_path, DPO()))
+    error = bad_row(job, 3, RowError("images", "images in the prompt, before the completion begins"), row)
+    assert str(error) == "datasets[0], row 3, 'images': expected images in the prompt, before the completion begins"
+
+
+def test_base64_alone_is_an_image(tmp_path):
+    coded = base64.b64encode(png(0, 90, 60)).decode()
+    expected = encoder(tmp_path)({"messages": asked(text("?")), "images": [png(0, 90, 60)]})
+    assert encoder(tmp_path)({"messages": asked(text("?")), "images": [coded]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"videos": ["a.mp4"]}, "column 'videos': only images are read"),
+        ({"picture": {"bytes": png(0), "path": None}}, "column 'picture' looks like images and is not read"),
+    ],
+)
+def test_what_looks_like_images_and_is_not_read_is_warned_of(columns, message, tmp_path, caplog):
+    encoder(tmp_path)({"messages": asked(text("?")), **columns})
+    assert message in caplog.text
+
+
+def test_a_general_placeholder_without_images_is_warned_of(tmp_path, caplog):
+    made = encoder(tmp_path)
+    made.setup.images.reader.placeholder = "<|image_pad|>"  # as in models whose token is another
+    made.setup.images.reader.token_id = 299
+    messages = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a cat"}]
+    made({"messages": messages})
+    assert "texts in 'messages' have <image> in rows without images" in caplog.text
 
 
 def test_images_of_allowed_hosts_are_downloaded_once(tmp_path, image_server):

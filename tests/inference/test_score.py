@@ -79,6 +79,8 @@ def test_steps_get_the_probability_of_being_right(classes):
 def test_a_bad_row_is_named():
     with pytest.raises(UserError, match="row 12: 'completion'"):
         ScoreModel(outcome(), TOKENIZER, "sequence_score")([ROWS[0], {"prompt": "Why?", "completion": ""}], first=11)
+    with pytest.raises(UserError, match="row 0: 'completion': expected one completion"):
+        ScoreModel(outcome(), TOKENIZER, "sequence_score")([{"prompt": "Why?", "chosen": "So.", "rejected": "No."}])
     with pytest.raises(UserError, match="row 0: 'completions'"):
         ScoreModel(process(), TOKENIZER, "step_score")([{"prompt": "Why?"}])
 

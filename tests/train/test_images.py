@@ -17,6 +17,7 @@ from tiny_vision import drawn_image, processor, vision_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from upweight.config import load_config
 from upweight.config.sections.model import ModelSection
+from upweight.data.raw_row import RowError
 from upweight.errors import UserError
 from upweight.inference.generate import load_text_generator
 from upweight.models.adapters.merge import AdapterFolder, merge_adapter
@@ -76,6 +77,8 @@ def test_answers_are_learned_that_depend_on_the_image_alone(kind, tmp_path):
         generator = load_text_generator(ModelSection(base_model=str(tmp_path / "out")), new_tokens=6)
         ids, refs = generator.encode_with_images({"prompt": "?", "images": [str(tmp_path / "blue.png")]})
         assert len(refs) == 1
+        with pytest.raises(RowError, match="an image for each <image>"):
+            generator.encode_with_images({"prompt": "<image>?"}, raw=True)
         ((answer,),) = generator([ids], Sampling(1, temperature=0, images=(refs,)))
         assert answer.text == "blue"
         for colour, rgb in COLOURS.items():

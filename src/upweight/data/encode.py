@@ -12,7 +12,18 @@ from upweight.data.chat_rows import read_as_messages
 from upweight.data.examples import Example, Format, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
 from upweight.data.formats.markup import FAMILIES, family_of
-from upweight.data.images import Loaded, RowImages, expanded, with_images
+from upweight.data.images import (
+    COLUMNS,
+    COMPLETIONS,
+    GENERIC,
+    Loaded,
+    RowImages,
+    expanded,
+    is_conversation,
+    missing_images,
+    texts_of,
+    with_images,
+)
 from upweight.data.raw_row import Record, Row, RowError, marked
 from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader
@@ -21,8 +32,10 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods.base import Method
-from upweight.models.processor import image_reader
+from upweight.models.processor import ImageReader, image_reader
 from upweight.user_modules import load_function, local_file, source_of
+
+OTHER_MEDIA = ("videos", "video", "audios", "audio")
 
 
 def build_encoder(  # noqa: PLR0917
@@ -164,13 +177,44 @@ class Encoder:
 
     def _read_images(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Loaded]]:
         """Return a row with marks in place of its images, and the images; a text model's row as it is."""
-        return (row, []) if self.setup.images is None else self.setup.images(row)
+        if self.setup.images is None:
+            return row, []
+        content, loaded = self.setup.images(row)
+        _warn_of_unread(content, self.setup.images.reader.placeholder if not loaded else GENERIC)
+        return content, loaded
 
     def _with_images(self, records: list[Record], texts: Sequence[str], images: list[Loaded]) -> list[Record]:
         """Return the records of an example with references to its images."""
-        if not images or self.setup.images is None:
+        if self.setup.images is None:
+            return records
+        if not images:
+            for record in records:
+                _refuse_image_tokens(record, self.setup.images.reader)
             return records
         method = self.setup.method
         if method.evaluates_loss or method.needs_teacher:
             raise UserError(f"datasets: rows have images, which {method.name} does not train on yet; remove them.")
         return [with_images(record, texts, images, self.setup.images.reader.placeholder) for record in records]
+
+
+def _refuse_image_tokens(record: Record, reader: ImageReader) -> None:
+    """Raise a RowError for the model's token for images in a record without images: it would stand for nothing."""
+    names = ("prompt_ids", "input_ids", *COMPLETIONS)
+    turns = [record.columns.get(name) or () for name in names] + record.columns.get("truth_ids", [])
+    if any(reader.token_id in turn for turn in turns):
+        raise RowError("images", missing_images(reader.placeholder))
+
+
+def _warn_of_unread(row: Mapping[str, Any], placeholder: str) -> None:
+    """Warn of what a row may mean to be read as an image, or like one, and is not."""
+    for name, value in row.items():
+        if name in OTHER_MEDIA and value:
+            warn_once(f"column '{name}': only images are read; rows are trained on without what it holds")
+        if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:  # as `datasets` stores images
+            warn_once(f"column '{name}' looks like images and is not read; images are read from {' or '.join(COLUMNS)}")
+        texts = texts_of(value) if is_conversation(value) else [value] if isinstance(value, str) else []
+        if placeholder != GENERIC and any(GENERIC in text for text in texts):
+            warn_once(
+                f"texts in '{name}' have {GENERIC} in rows without images: it is trained on as text. If it stands for "
+                f"an image, put that in the column {' or '.join(COLUMNS)}"
+            )

@@ -9,6 +9,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +34,7 @@ IMAGE_TYPES = ("image", "image_url", "input_image")
 FOLLOW_PROMPT = ("completion", "chosen", "rejected")  # their messages go on after those of `prompt`
 COMPLETIONS = tuple(f"{name}_ids" for name in FOLLOW_PROMPT)
 GENERIC = "<image>"  # stands for an image in texts of many datasets
+BASE64 = re.compile("[A-Za-z0-9+/]{64,}={0,2}")  # of a file; names of files have a dot
 FOLDER = "images"  # in the folder of prepared data, for images that are in no file
 
 Loaded = tuple[ImageRef, Expansion]
@@ -61,7 +63,7 @@ class RowImages:
         marked = {name: value for name, value in row.items() if name not in COLUMNS}
         parts = _Parts(number, listed)
         for name in sorted(marked, key=lambda name: name in FOLLOW_PROMPT):
-            if _is_conversation(marked[name]):
+            if is_conversation(marked[name]):
                 marked[name] = parts.marked(marked[name], name)
         if listed and not parts.bare:
             self._place(marked, listed, columns[0])
@@ -88,9 +90,9 @@ class RowImages:
 
     def _place(self, row: dict[str, Any], listed: Sequence[int], column: str) -> None:
         """Put the images of a column where a text names them, else into the first user message."""
-        names = [name for name, value in row.items() if _is_conversation(value)]
+        names = [name for name, value in row.items() if is_conversation(value)]
         texts = [name for name, value in row.items() if isinstance(value, str) and self._placeholders(value)]
-        inside = [name for name in names if any(self._placeholders(text) for text in _texts_of(row[name]))]
+        inside = [name for name in names if any(self._placeholders(text) for text in texts_of(row[name]))]
         if texts or inside:
             for name in texts or inside:
                 row[name] = self._named(row[name], iter(listed), name, len(listed))
@@ -107,7 +109,7 @@ class RowImages:
 
     def _named(self, value: Any, numbers: Iterator[int], key: str, count: int) -> Any:
         """Return a text, or messages, with marks in place of placeholders."""
-        texts = [value] if isinstance(value, str) else list(_texts_of(value))
+        texts = [value] if isinstance(value, str) else list(texts_of(value))
         if (placeholders := sum(len(self._placeholders(text)) for text in texts)) != count:
             raise RowError(key, f"a placeholder for each of {count} images, got {placeholders}")
         pattern = re.compile(f"{re.escape(self.reader.placeholder)}|{re.escape(GENERIC)}")
@@ -160,13 +162,17 @@ class RowImages:
             return buffer.getvalue(), None
         raise RowError(key, f"an image: a file, bytes or base64, got {describe_value(source)}")
 
-    def _file(self, name: str, key: str) -> tuple[bytes, str]:
+    def _file(self, name: str, key: str) -> tuple[bytes, str | None]:
         for folder in self.folders:
             file = folder / Path(name).expanduser()
-            if file.is_file():
-                return file.read_bytes(), str(file.absolute())
+            with suppress(OSError):  # of a text that is too long for a name
+                if file.is_file():
+                    return file.read_bytes(), str(file.absolute())
+        with suppress(binascii.Error):
+            if BASE64.fullmatch(name):
+                return base64.b64decode(name, validate=True), None
         places = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in self.folders))
-        raise RowError(key, f"an image file; there is no {name} in {places}")
+        raise RowError(key, f"an image file; there is no {name[:200]} in {places}")
 
     def _downloaded(self, url: str, key: str) -> tuple[bytes, str]:
         """Return an image and its file, which is kept beside the prepared data: an address is read once."""
@@ -235,13 +241,14 @@ def _decoded(text: str, key: str) -> bytes:
         raise RowError(key, f"base64 of an image file ({error})") from error
 
 
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
     """Return whether a column holds messages."""
     is_list = isinstance(value, list | tuple) and bool(value)
     return is_list and all(isinstance(one, Mapping) and ("content" in one or "value" in one) for one in value)
 
 
-def _texts_of(messages: Any) -> Iterator[str]:
+def texts_of(messages: Any) -> Iterator[str]:
+    """Yield the contents of messages that are plain texts."""
     for message in messages:
         content = message.get("content", message.get("value"))
         yield from [content] if isinstance(content, str) else []
@@ -278,6 +285,11 @@ def with_marks(text: str, placeholder: str, numbers: Sequence[str]) -> str:
         raise RowError("messages", f"a chat template that writes a placeholder for each image, got {written}")
     marks = [*(MARK.format(number) for number in numbers), ""]
     return "".join(piece + mark for piece, mark in zip(pieces, marks, strict=True))
+
+
+def missing_images(placeholder: str) -> str:
+    """Return what is expected of a row whose texts have the model's token for images, and which has none."""
+    return f"an image for each {placeholder}, the model's token for images, got none; write it otherwise if it is text"
 
 
 def expanded(text: str, images: Sequence[Loaded]) -> str:

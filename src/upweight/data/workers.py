@@ -280,7 +280,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         columns = (
             f". The row has {', '.join(map(str, content))}: they are empty, or `chat_template` writes none of them"
         )
-    elif isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
+    elif isinstance(content, Mapping) and key not in (*content, "images") and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")

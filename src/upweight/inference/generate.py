@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.encode import row_images
-from upweight.data.images import COLUMNS, MARKS, expanded
+from upweight.data.images import COLUMNS, MARKS, expanded, missing_images
 from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Conversation, MessageReader
 from upweight.data.tokenize.templates import chat_template
@@ -95,6 +95,8 @@ class TextGenerator:
             text = self._template.prompt(self._reader.conversation(Row(row), messages))
         refs = tuple(loaded[int(number)][0] for number in MARKS.findall(text)) if loaded else ()
         ids = self._tokens.with_bos(self._tokens.ids([expanded(text, loaded)])[0])
+        if self._images is not None and not refs and self._images.reader.token_id in ids:
+            raise RowError("prompt", missing_images(self._images.reader.placeholder))
         wanted = self._new_tokens or 1
         if self._limit is not None and len(ids) + wanted > self._limit:
             follow = f"the model has {self._limit} positions, and {wanted} new tokens are to follow"

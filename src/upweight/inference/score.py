@@ -86,9 +86,12 @@ class ScoreModel:
 
     def _unit_of_row(self, row: Mapping[str, Any], number: int) -> Unit:
         try:
-            (record,) = self.encoder(self._training_columns(row))
+            records = self.encoder(self._training_columns(row))
+            if len(records) != 1:  # of a pair
+                raise RowError("completion", "one completion; write 'chosen' and 'rejected' as a row each")
         except RowError as error:
             raise UserError(f"row {number}: {error}") from error
+        (record,) = records
         if self.head == "step_score":
             (unit,) = units_of([record.columns], self.encoder.setup.method)
             return dataclasses.replace(unit, group=number)

@@ -5,6 +5,7 @@ A processor travels with its tokenizer, as it does in a model's folder: whatever
 
 import hashlib
 import importlib.util
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.image_files import MISSING_PILLOW, open_image
 from upweight.log import warn_once
 from upweight.models.load import hub_options, load_failures, resolve_source
@@ -182,8 +183,32 @@ def with_processor(
             raise
         warn_once(f"the model is trained on texts alone, and saved without a processor: {error}")
         return tokenizer
+    # A processor reads options that its class has defaults of (Gemma 3's `do_pan_and_scan`) from its tokenizer.
+    tokenizer.init_kwargs |= section.processor_options
     processor.tokenizer = tokenizer
-    return attach_processor(processor, config)
+    attached = attach_processor(processor, config)
+    if section.processor_options:
+        _try_options(ImageReader(processor, config), section.processor_options)
+    return attached
+
+
+def _try_options(reader: ImageReader, options: dict[str, Any]) -> None:
+    """Raise for options with which a processor takes no image; warn of those that it does not name."""
+    parts = [getattr(reader.processor, part, None) for part in ("image_processor", "video_processor")]
+    known = {*inspect.signature(type(reader.processor).__init__).parameters, "use_fast", "backend", "padding_side"}
+    known |= {name for part in parts if part is not None for name in _names_of(part)}
+    for name in sorted(options.keys() - known):
+        remedy = f"it may do nothing.{did_you_mean(name, sorted(known))}"
+        warn_once(f"processor_kwargs: {type(reader.processor).__name__} names no option '{name}': {remedy}")
+    try:
+        reader.expansion(*BLANK_SIZE)
+    except ValueError as error:
+        raise UserError(f"processor_kwargs: {options} fail: {error}") from error
+
+
+def _names_of(part: Any) -> set[str]:
+    """Return the names of the options of what processes images or videos: its own, and those that a call takes."""
+    return {*vars(part), *getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})}
 
 
 def _vision_config(section: ModelSection) -> PreTrainedConfig | None:

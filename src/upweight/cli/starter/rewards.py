@@ -8,7 +8,7 @@ from typing import Any
 
 
 def correct(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """1 where the answer of the row stands in the completion; `answer` is a column of prompts.jsonl."""
+    """1 where the answer of the row stands in the completion; `answer` is a column of the prompts."""
     pairs = zip(completions, answer, strict=True)
     return [float(re.search(rf"\b{re.escape(right)}\b", text(one)) is not None) for one, right in pairs]
 

@@ -152,13 +152,20 @@ def _text_content(value: Any, key: str, may_be_missing: bool) -> str:
         parts = []
         for number, part in enumerate(value):
             if not isinstance(part, Mapping) or part.get("type", "text") not in TEXT_PARTS:
-                raise RowError(
-                    f"{key}[{number}]",
-                    "a part of type text (this model reads no images)",
-                )
+                raise RowError(f"{key}[{number}]", _expected_part(part))
             parts.append(checked_text(part.get("text"), f"{key}[{number}].text", empty=True))
         return "".join(parts)
     return "" if value is None and may_be_missing else checked_text(value, key, empty=True)
+
+
+def _expected_part(part: Any) -> str:
+    """Return what is expected in place of a content part that is no text; a model's images are read before."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        return f"a part with type and text, got {describe_value(part)}"
+    if kind in ("image", "image_url", "input_image"):
+        return "a part of type text (this model reads no images)"
+    return f"a part of type text, or an image for a model that reads images; '{kind[:30]}' is not read: leave it out"
 
 
 def _tool_definition(tool: dict[str, Any]) -> dict[str, Any]:

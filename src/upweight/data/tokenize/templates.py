@@ -9,7 +9,7 @@ from typing import Any
 
 from upweight.config.peers import TEMPLATE_ALIASES
 from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetSpec
-from upweight.data.images import MARKS, as_parts, with_marks
+from upweight.data.images import MARKS, as_parts, missing_images, with_marks
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.data.tokenize.plain_render import PlainRender
@@ -62,6 +62,8 @@ class ChatTemplate:
         except TimeUp as error:
             seconds = f"it took longer than chat_template_timeout, {self.seconds:g} seconds"
             raise RowError("messages", f"messages that the chat template accepts; {seconds}") from error
+        except RowError:
+            raise
         except Exception as error:  # a template is foreign code and may fail in any way
             reason = str(error).strip() or type(error).__name__
             raise RowError("messages", f"messages that the chat template accepts; its error: {reason}") from error
@@ -143,6 +145,9 @@ class ChatTemplate:
                     self._plain.compare(plain, text)
                 return text
         numbers = [number for message in messages for number in MARKS.findall(message["content"])]
+        if literal := sum(message["content"].count(reader.placeholder) for message in messages):
+            marked = f"texts without {reader.placeholder}, as image parts mark the places of images; got {literal}"
+            raise RowError("messages", marked if numbers else missing_images(reader.placeholder))
         written = as_parts if self._takes_parts else partial(MARKS.sub, reader.placeholder)
         messages = [{**message, "content": written(message["content"])} for message in messages]
         with time_limit(self.seconds):
