@@ -289,7 +289,8 @@ def with_marks(text: str, placeholder: str, numbers: Sequence[str]) -> str:
 
 def missing_images(placeholder: str) -> str:
     """Return what is expected of a row whose texts have the model's token for images, and which has none."""
-    return f"an image for each {placeholder}, the model's token for images, got none; write it in another way if it is text"
+    expected = f"an image for each {placeholder}, the model's token for images, got none"
+    return f"{expected}; write it in another way if it is text"
 
 
 def expanded(text: str, images: Sequence[Loaded]) -> str:
