@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.vision_parts import adapter, model, pair_rows, processor, prompt_rows
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-from upweight.data.images import image_refs
+from upweight.data.images.records import image_refs
 from upweight.data.units import units_of
 from upweight.types import Sample, Unit
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from upweight.data.images import image_column
+from upweight.data.images.records import image_column
 from upweight.engine.packing import build_batch, count_batch
 from upweight.methods import GRPO
 from upweight.rollout.units import units_of_documents, units_of_groups

@@ -12,18 +12,9 @@ from upweight.data.chat_rows import read_as_messages
 from upweight.data.examples import Example, Format, Setup, records_of
 from upweight.data.formats import FORMATS, format_of
 from upweight.data.formats.markup import FAMILIES, family_of
-from upweight.data.images import (
-    COLUMNS,
-    COMPLETIONS,
-    GENERIC,
-    Loaded,
-    RowImages,
-    expanded,
-    is_conversation,
-    missing_images,
-    texts_of,
-    with_images,
-)
+from upweight.data.images.marks import GENERIC, Loaded, expanded, is_conversation, missing_images, texts_of
+from upweight.data.images.records import COMPLETIONS, with_images
+from upweight.data.images.row_images import COLUMNS, RowImages
 from upweight.data.raw_row import Record, Row, RowError, marked
 from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader

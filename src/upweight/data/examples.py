@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
-from upweight.data.images import RowImages
+from upweight.data.images.row_images import RowImages
 from upweight.data.raw_row import Record, Row, RowError, check_all_text, common_length
 from upweight.data.tokenize.messages import Message, MessageReader
 from upweight.data.tokenize.templates import ChatTemplate, Span

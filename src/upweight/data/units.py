@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from upweight.data.images import image_refs
+from upweight.data.images.records import image_refs
 from upweight.engine.images import image_positions
 from upweight.methods.base import Method
 from upweight.types import IGNORED, Sample, Unit

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.encode import row_images
-from upweight.data.images import COLUMNS, MARKS, expanded, missing_images
+from upweight.data.images.marks import MARKS, expanded, missing_images
+from upweight.data.images.row_images import COLUMNS
 from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Conversation, MessageReader
 from upweight.data.tokenize.templates import chat_template

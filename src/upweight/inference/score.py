@@ -16,7 +16,8 @@ from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.view import ConfigView
 from upweight.data.encode import build_encoder
-from upweight.data.images import COLUMNS, image_refs
+from upweight.data.images.records import image_refs
+from upweight.data.images.row_images import COLUMNS
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
 from upweight.engine import Engine

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
-from upweight.data.images import GENERIC, IMAGE_TYPES
+from upweight.data.images.marks import GENERIC
+from upweight.data.images.row_images import IMAGE_TYPES
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model

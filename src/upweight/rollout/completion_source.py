@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from upweight.data.images import image_refs
+from upweight.data.images.records import image_refs
 from upweight.types import Completion, Completions, Generator, Group, GroupDone, Prompts, Sampling
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from upweight.data.images import image_refs, open_images
+from upweight.data.images.records import image_refs, open_images
 from upweight.data.raw_row import common_start
 from upweight.environments.tools import opening_messages
 from upweight.errors import UserError

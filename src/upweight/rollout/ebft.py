@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from upweight.data.images import image_refs
+from upweight.data.images.records import image_refs
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT

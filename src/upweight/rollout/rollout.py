@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from upweight.data.images import image_column, image_refs
+from upweight.data.images.records import image_column, image_refs
 from upweight.types import Completion, Group, ImageRef
 
 TOKEN_COLUMNS = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from upweight.data.images import open_images
+from upweight.data.images.records import open_images
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import RewardResult

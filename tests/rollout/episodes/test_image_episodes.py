@@ -11,7 +11,7 @@ pytest.importorskip("PIL")
 from tiny_vision import drawn_image, processor, vision_model
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.data.encode import row_images
-from upweight.data.images import image_column, image_refs
+from upweight.data.images.records import image_column, image_refs
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine import Engine
 from upweight.engine.packing import build_batch

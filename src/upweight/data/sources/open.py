@@ -23,7 +23,7 @@ from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
 from upweight.data.columns import csv_separator
-from upweight.data.images import undecoded
+from upweight.data.images.row_images import undecoded
 from upweight.data.sources.lookup import (
     ALIASES,
     FILE_KINDS,

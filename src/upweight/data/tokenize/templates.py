@@ -9,7 +9,7 @@ from typing import Any
 
 from upweight.config.peers import TEMPLATE_ALIASES
 from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetSpec
-from upweight.data.images import MARKS, as_parts, missing_images, with_marks
+from upweight.data.images.marks import MARKS, as_parts, missing_images, with_marks
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.data.tokenize.plain_render import PlainRender

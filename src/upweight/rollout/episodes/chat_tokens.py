@@ -7,7 +7,7 @@ placeholder follows the sampled tokens.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from upweight.data.images import MARKS, Loaded, expanded
+from upweight.data.images.marks import MARKS, Loaded, expanded
 from upweight.data.raw_row import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate

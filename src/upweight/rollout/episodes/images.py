@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from upweight.data.images import IMAGE_TYPES, Loaded, RowImages
+from upweight.data.images.marks import Loaded
+from upweight.data.images.row_images import IMAGE_TYPES, RowImages
 from upweight.environments.episode import Message
 from upweight.errors import UserError
 from upweight.types import ImageRef

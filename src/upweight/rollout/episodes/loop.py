@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from upweight.data.images import RowImages, image_refs, open_images
+from upweight.data.images.records import image_refs, open_images
+from upweight.data.images.row_images import RowImages
 from upweight.data.raw_row import RowError
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.data.tokenize.tokens import TextTokens

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from upweight.config.sections.data import DataSection
-from upweight.data.images import COLUMNS
+from upweight.data.images.row_images import COLUMNS
 from upweight.errors import UserError, WrongTypeError, did_you_mean, foreign_cause
 from upweight.log import logger, warn_once
 from upweight.methods.users.function import UserFunction

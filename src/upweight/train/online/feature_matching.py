@@ -9,7 +9,7 @@ from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from upweight.data.images import image_refs
+from upweight.data.images.records import image_refs
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT, feature_matcher
 from upweight.methods.formulas.features import pooled, pooled_positions

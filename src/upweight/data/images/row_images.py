@@ -1,9 +1,4 @@
-"""Images of rows: read from columns and content parts, marked in texts, and expanded to placeholder tokens.
-
-While a row is encoded, each image is a mark in its text: `MARK` with the number of the image. A chat template gets a
-content part in place of a mark and writes a placeholder, which becomes the mark again. Marks are expanded before a text
-is tokenized.
-"""
+"""Images of rows: read from columns and content parts, from files, bytes, base64 and addresses."""
 
 import base64
 import binascii
@@ -18,26 +13,20 @@ from typing import Any
 import datasets
 import xxhash
 
-from upweight.data.raw_row import Record, RowError, describe_value
+from upweight.data.images.marks import GENERIC, MARK, Loaded, is_conversation, map_texts, texts_of
+from upweight.data.raw_row import RowError, describe_value
 from upweight.data.sources.image_urls import download_image
 from upweight.errors import UserError
 from upweight.files import atomic_path
-from upweight.image_files import as_rgb, open_image
-from upweight.models.processor import Expansion, ImageReader
-from upweight.types import ImageRef
+from upweight.image_files import as_rgb
+from upweight.models.processor import ImageReader
 
-MARK = "\ue0f0{}\ue0f1"  # two characters for private use, around a number
-MARKS = re.compile("\ue0f0(\\d+)\ue0f1")
 COLUMNS = ("images", "image")
 SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of a content part that hold an image
 IMAGE_TYPES = ("image", "image_url", "input_image")
 FOLLOW_PROMPT = ("completion", "chosen", "rejected")  # their messages go on after those of `prompt`
-COMPLETIONS = tuple(f"{name}_ids" for name in FOLLOW_PROMPT)
-GENERIC = "<image>"  # stands for an image in texts of many datasets
 BASE64 = re.compile("[A-Za-z0-9+/]{64,}={0,2}")  # of a file; names of files have a dot
 FOLDER = "images"  # in the folder of prepared data, for images that are in no file
-
-Loaded = tuple[ImageRef, Expansion]
 
 
 class RowImages:
@@ -113,7 +102,7 @@ class RowImages:
         if (placeholders := sum(len(self._placeholders(text)) for text in texts)) != count:
             raise RowError(key, f"a placeholder for each of {count} images, got {placeholders}")
         pattern = re.compile(f"{re.escape(self.reader.placeholder)}|{re.escape(GENERIC)}")
-        return _map_texts(value, lambda text: pattern.sub(lambda _: MARK.format(next(numbers)), text))
+        return map_texts(value, lambda text: pattern.sub(lambda _: MARK.format(next(numbers)), text))
 
     def _in_first_user_message(self, messages: Any, listed: Sequence[int], key: str) -> list[Any]:
         marks = [{"type": "text", "text": MARK.format(number)} for number in listed]
@@ -239,148 +228,6 @@ def _decoded(text: str, key: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RowError(key, f"base64 of an image file ({error})") from error
-
-
-def is_conversation(value: Any) -> bool:
-    """Return whether a column holds messages."""
-    is_list = isinstance(value, list | tuple) and bool(value)
-    return is_list and all(isinstance(one, Mapping) and ("content" in one or "value" in one) for one in value)
-
-
-def texts_of(messages: Any) -> Iterator[str]:
-    """Yield the contents of messages that are plain texts."""
-    for message in messages:
-        content = message.get("content", message.get("value"))
-        yield from [content] if isinstance(content, str) else []
-
-
-def _map_texts(value: Any, change: Any) -> Any:
-    """Return a text, or messages, with the texts changed."""
-    if isinstance(value, str):
-        return change(value)
-    names = [("content" if "content" in message else "value") for message in value]
-    return [
-        {**message, name: change(message[name])} if isinstance(message.get(name), str) else message
-        for message, name in zip(value, names, strict=True)
-    ]
-
-
-def as_parts(text: str) -> list[dict[str, str]]:
-    """Return a message's content as content parts: texts, and an image for each mark."""
-    pieces = MARKS.split(text)
-    parts = []
-    for at, piece in enumerate(pieces):
-        if at % 2:
-            parts.append({"type": "image"})
-        elif piece or len(pieces) == 1:
-            parts.append({"type": "text", "text": piece})
-    return parts
-
-
-def with_marks(text: str, placeholder: str, numbers: Sequence[str]) -> str:
-    """Return a rendered text with marks in place of placeholders, in their order."""
-    pieces = text.split(placeholder)
-    if len(pieces) != len(numbers) + 1:
-        written = f"{len(pieces) - 1} placeholders {placeholder} for {len(numbers)} images"
-        raise RowError("messages", f"a chat template that writes a placeholder for each image, got {written}")
-    marks = [*(MARK.format(number) for number in numbers), ""]
-    return "".join(piece + mark for piece, mark in zip(pieces, marks, strict=True))
-
-
-def missing_images(placeholder: str) -> str:
-    """Return what is expected of a row whose texts have the model's token for images, and which has none."""
-    expected = f"an image for each {placeholder}, the model's token for images, got none"
-    return f"{expected}; write it in another way if it is text"
-
-
-def expanded(text: str, images: Sequence[Loaded]) -> str:
-    """Return a text with what stands for each image in place of its mark."""
-    return MARKS.sub(lambda mark: images[int(mark[1])][1].text, text) if images else text
-
-
-def with_images(record: Record, texts: Sequence[str], images: Sequence[Loaded], placeholder: str) -> Record:
-    """Return a record of `texts` with references to their images, none of whose tokens is trained on."""
-    parts = [MARKS.findall(text) for text in texts]
-    first, *others = parts
-    if "prompt_ids" in record.columns:
-        if any(one != first for one in others if one):
-            raise RowError("images", "images in the prompt, before the completion begins")
-        used = first
-    else:
-        used = (
-            max(parts, key=len)
-            if all(first[: len(one)] == one for one in others)
-            else [n for one in parts for n in one]
-        )
-    if not used:
-        raise RowError("images", "a text in which the images have a place; this format leaves them out")
-    refs = [images[int(number)][0] for number in used]
-    columns = {**record.columns, "images": image_column(refs)}
-    ids = columns.get("prompt_ids", columns.get("input_ids", []))
-    at = [place for place, token in enumerate(ids) if token == refs[0].token_id]
-    turns = [columns.get(name, ()) for name in COMPLETIONS] + columns.get("truth_ids", [])
-    in_completions = any(refs[0].token_id in turn for turn in turns)
-    if in_completions or len(at) != sum(ref.tokens for ref in refs):
-        raise RowError("images", f"texts without the model's token for images, {placeholder}, but for the images'")
-    if "loss_mask" in columns:
-        mask = list(columns["loss_mask"])
-        for number in used:
-            start, stop = _written_at(ids, at, images[int(number)])
-            at = at[images[int(number)][0].tokens :]
-            mask[start:stop] = [False] * (stop - start)
-        if not any(mask):
-            raise RowError("row", "at least one token that is trained on and stands for no image")
-        columns["loss_mask"] = mask
-    if "prompt" in columns:  # of online methods, for rewards
-        columns["prompt"] = _unmarked(columns["prompt"], placeholder)
-    texts_shown = {key: value for key, value in record.text.items() if isinstance(value, str)}
-    shown = record.text | {key: MARKS.sub(placeholder, value) for key, value in texts_shown.items()}
-    shown["images"] = "; ".join(f"{Path(ref.path).name}: {ref.tokens} tokens" for ref in refs)
-    return replace(record, text=shown, columns=columns)
-
-
-def _written_at(ids: Sequence[int], at: Sequence[int], image: Loaded) -> tuple[int, int]:
-    """Return where the tokens of an image start and stop, with its marks of rows and ends; `at`: placeholders."""
-    ref, expansion = image
-    start = at[0] - expansion.ids.index(ref.token_id)
-    stop = start + len(expansion.ids)
-    if start >= 0 and tuple(ids[start:stop]) == expansion.ids:
-        return start, stop
-    return at[0], at[ref.tokens - 1] + 1  # its outer marks are parts of tokens of the text
-
-
-def _unmarked(value: Any, placeholder: str) -> Any:
-    """Return a prompt, text or messages, with image parts or placeholders in place of marks."""
-    if isinstance(value, Mapping):
-        if isinstance(value.get("text"), str) and MARKS.fullmatch(value["text"]):
-            return {"type": "image"}
-        return {name: _unmarked(inner, placeholder) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_unmarked(inner, placeholder) for inner in value]
-    return MARKS.sub(placeholder, value) if isinstance(value, str) else value
-
-
-def image_column(refs: Sequence[ImageRef]) -> list[dict[str, Any]]:
-    """Return the column of a prepared row with references to images."""
-    return [{**vars(ref), "grid": None if ref.grid is None else list(ref.grid)} for ref in refs]
-
-
-def image_refs(row: Mapping[str, Any]) -> tuple[ImageRef, ...]:
-    """Return the references to images that a prepared row holds; none for a user's column of that name."""
-    refs = row.get("images")
-    if not isinstance(refs, list) or not all(isinstance(ref, Mapping) and "token_id" in ref for ref in refs):
-        return ()
-    return tuple(ImageRef(**{**ref, "grid": None if ref["grid"] is None else tuple(ref["grid"])}) for ref in refs)
-
-
-def open_images(refs: Sequence[ImageRef]) -> list[Any]:
-    """Return images as Pillow has them, each with the `filename` of what it was read from."""
-    opened = []
-    for ref in refs:
-        image = open_image(Path(ref.path).read_bytes())
-        image.filename = ref.path
-        opened.append(image)
-    return opened
 
 
 def undecoded(dataset: datasets.Dataset) -> datasets.Dataset:

@@ -17,7 +17,7 @@ from tiny_vision import KINDS, config, drawn_image, processor
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.view import ConfigView
 from upweight.data.encode import build_encoder
-from upweight.data.images import undecoded
+from upweight.data.images.row_images import undecoded
 from upweight.data.raw_row import RowError
 from upweight.data.units import units_of
 from upweight.data.workers import bad_row
