@@ -47,7 +47,7 @@ def rollout(sampler: InProcess, asked: argparse.Namespace, seed: int, *, keep: b
 
     groups = [text(asked.prompt) for _ in range(asked.groups)]
     histories = [[*prompt] for prompt in groups for _ in range(asked.members)]
-    before, began = sampler.counters["prefill_tokens"], time.perf_counter()
+    before, began = sampler.prefilled_tokens, time.perf_counter()
     for turn in range(asked.turns):
         if turn == 0 or not keep:
             sampler.sync(seed)  # the weights count as changed, and what was read is forgotten
@@ -62,7 +62,7 @@ def rollout(sampler: InProcess, asked: argparse.Namespace, seed: int, *, keep: b
     shared = asked.prompt * asked.groups * (asked.members - 1)
     return {
         "s": time.perf_counter() - began,
-        "prefill_tokens": sampler.counters["prefill_tokens"] - before,
+        "prefill_tokens": sampler.prefilled_tokens - before,
         "tokens": sum(map(len, histories)) - shared,
         "longest": max(map(len, histories)),
     }

@@ -351,12 +351,12 @@ class Generator(Protocol):
 
 
 @runtime_checkable
-class CountsWork(Protocol):
-    """A sampling backend that counts what it does beside drawing tokens; each rollout logs what has been added."""
+class Compiles(Protocol):
+    """A sampling backend that compiles or records what it runs, and counts the seconds of it."""
 
     @property
-    def counters(self) -> dict[str, float]:
-        """The counts so far, by the names that are logged after `rollout/`."""
+    def compile_seconds(self) -> float:
+        """The seconds that this has taken so far."""
         ...
 
 

@@ -26,7 +26,7 @@ from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.scoring import assign_rewards, reward_call
 from upweight.rollout.summary import has_signal, join_metrics, summary
 from upweight.rollout.user_advantages import add_user_advantages
-from upweight.types import CountsWork, Group, Prompts, Sampling
+from upweight.types import Compiles, Group, Prompts, Sampling
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Producer:
     reroll: Reroll | None = None
     longest: Callable[[Sequence[Group]], int] | None = None  # the limit of new tokens for these prompts
     check_sampling: Callable[[Prompts, Sampling, Callable[[Any], list[Any]]], None] | None = None  # on all ranks
-    counting: CountsWork | None = None  # the sampling backend, if it is one that counts its work
+    compiles: Compiles | None = None  # the sampling backend, if it is one that compiles
     num_rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
@@ -180,13 +180,13 @@ class Producer:
         sampling = dataclasses.replace(self.sampling, seed=seed, first=mine.start)
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
-        before = {} if self.counting is None else self.counting.counters
+        compiled = 0.0 if self.compiles is None else self.compiles.compile_seconds
         if self.check_sampling is not None:
             prompts = [group.prompt_ids for group in groups]
             self.check_sampling(prompts, with_images(sampling, groups), self.ranks.gather)
         metrics = self._fill_groups(groups[mine], count, sampling, trainer_state)
-        after = {} if self.counting is None else self.counting.counters
-        metrics |= {f"rollout/{name}": value - before[name] for name, value in after.items()}
+        if self.compiles is not None:
+            metrics["rollout/compile_seconds"] = self.compiles.compile_seconds - compiled
         shares = self.ranks.gather((groups[mine], metrics))
         return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)
 

@@ -77,7 +77,6 @@ class InProcess:
         self._routing = install_routing(self._base) if records else None
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
         self._checked: set[bool] = set()  # without images, with images
-        self._checked_tokens = 0  # that the checks read
         forward = CachedForward(self._base, self._device, self._engine.images, self._routing)
         self._image_prompts = forward.images
         self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
@@ -123,7 +122,6 @@ class InProcess:
             strategies = [one for one in strategies if one != Strategy.GENERATE_UNCACHED] or [Strategy.GENERATE]
         trial = TrialPrompts.of(prompts, sampling, self._max_positions())
         failures: list[str] = []
-        before = self._sampler.prefilled_tokens
         for strategy in strategies:
             # Completions of full length, with the log-probs of the strategy.
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
@@ -141,7 +139,6 @@ class InProcess:
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
                 "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
-        self._checked_tokens += self._sampler.prefilled_tokens - before
         self._strategy = strategy
         self._checked.add(has_images)
         if failures:
@@ -153,11 +150,14 @@ class InProcess:
             )
 
     @property
-    def counters(self) -> dict[str, float]:
-        """Return the seconds of compiling and recording, and the tokens read before others were drawn, so far."""
-        sampler = self._sampler
-        read = sampler.prefilled_tokens - self._checked_tokens
-        return {"compile_seconds": sampler.compile_seconds, "prefill_tokens": read}
+    def compile_seconds(self) -> float:
+        """Return the seconds that compiling and recording have taken so far."""
+        return self._sampler.compile_seconds
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Return the tokens that were read before others were drawn, in all calls."""
+        return self._sampler.prefilled_tokens
 
     @property
     def reads_images(self) -> bool:

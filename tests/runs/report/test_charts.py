@@ -45,7 +45,7 @@ def test_pairs_of_a_method_share_a_chart():
     "logged",
     [
         "reward reward_std group_reward_std reward_min reward_max clip_ratio/low_min clip_ratio/high_max",
-        "step_time rollout/seconds rollout/compile_seconds rollout/feature_seconds rollout/prefill_tokens",
+        "step_time rollout/seconds rollout/compile_seconds rollout/feature_seconds",
         "distill/agreement distill/divergence distill/forward_kl distill/reverse_kl distill/sampled_kl",
         "distill/cross_entropy distill/teacher_entropy distill/teacher_gain distill/ce_loss",
         "distill/aligned_share distill/unread_share distill/tail_mass distill/teacher_tail_mass",

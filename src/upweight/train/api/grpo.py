@@ -117,7 +117,7 @@ class GRPOTrainer(MethodTrainer):
             options = {"engine": engine, "compile": sampler.compile, "records": engine.replay is not None}
             device = self.accelerator.device if self.sharding != "none" else None
             rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)
-            producer.check_sampling, producer.counting = rollouts.generator.check_sampling, rollouts.generator
+            producer.check_sampling, producer.compiles = rollouts.generator.check_sampling, rollouts.generator
             if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
                 producer.completion_source.generator = rollouts.generator
 

@@ -43,7 +43,7 @@ from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.policy import Policy, image_problems
-from upweight.types import ChecksSampling, CountsWork, Generator
+from upweight.types import ChecksSampling, Compiles, Generator
 from upweight.user_modules import load_function
 
 MAX_REROLL = 1024  # failed prompts remembered
@@ -139,7 +139,7 @@ def build_rollouts(
         ranks=Ranks() if backend.rank0_only else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=feature_matching.longest if feature_matching is not None and feature_matching.adapts else None,
         check_sampling=generator.check_sampling if isinstance(generator, ChecksSampling) else None,
-        counting=generator if isinstance(generator, CountsWork) else None,
+        compiles=generator if isinstance(generator, Compiles) else None,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
