@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import transformers as hf
 from PIL import Image
@@ -120,6 +119,8 @@ def tiling_processor(**options: Any):
     try:
         return hf.Idefics3ImageProcessorPil(**options)
     except ImportError:
+        import pytest  # which the bench's environment of TRL does not have
+
         pytest.skip("the image processor of Idefics3 needs torchvision")
 
 
