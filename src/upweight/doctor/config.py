@@ -123,9 +123,7 @@ def _data(state: CheckState) -> Iterator[Finding]:
             level = "warning" if sum(unasked.values()) > MOST_DROPPED * part.read else "note"
             remedy = f"to keep all: {settings}" if settings and unasked else ""
             if remedy and positions and lengths.get("sequence", {}).get("max", 0) > positions:
-                remedy = (
-                    f"some are longer than the {positions} positions of the model: shorten or split those rows"
-                )
+                remedy = f"some are longer than the {positions} positions of the model: shorten or split those rows"
             yield Finding(level, "data", line, remedy)
     sizes = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
     if any(part.dropped for part in data.report.parts):

@@ -138,8 +138,9 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
     known = "prompt with chosen and rejected, completion and label, completion, or messages"
     problem = f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats)"
     if talk := next((name for name in columns if rows and _is_conversation(rows[0].get(name))), None):
-        remedy = f"{talk!r} holds conversations: call that column `messages` in the file"
-        raise UserError(f"{problem}. {remedy}, or write a config with `type: chat_template, field_messages: {talk}`.")
+        entry = f"datasets: [{{path: {table.file}, type: chat_template, field_messages: {talk}}}]"
+        remedy = f"{talk!r} holds conversations: call that column `messages` in the file, or write a config with"
+        raise UserError(f"{problem}. {remedy} `{entry}`.")
     raise UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")
 
 
@@ -272,7 +273,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
     what = f"up to {longest} tokens, turns and system text included, in {len(plan.rows)} rows"
     kept = f"sequence_len {plan.sequence_len}" if plan.method != "grpo" else "prompts alone"
     if longest > plan.sequence_len and plan.method != "grpo":
-        kept += f": longer rows are left out; the model has {positions} positions"
+        kept += ": longer rows are left out" + (f"; the model has {positions} positions" if positions else "")
     plan.notes.append(f"lengths: {what}; {kept}")
     _choose_memory(plan, output)
 
