@@ -69,6 +69,7 @@ SICK = [
     ("features drift away", HEALTHY, {"ebft/cfm_loss": 1.9}),
     ("wrong way round", PAIRS, {"rewards/accuracies": 0.3, "rewards/margins": -0.5}),
     ("negative margins", PAIRS, {"rewards/accuracies": 0.5, "rewards/margins": -0.01}),
+    ("margins run away", PAIRS, {"rewards/margins": 8e5, "rewards/accuracies": 1.0, "loss": 0.0, "grad_norm": 0.0}),
     ("nothing left to tell apart", PAIRS, {"rewards/accuracies": 1.0, "loss": 0.001}),
     ("loss rises", PAIRS, {"loss": 0.9}),
     ("teacher does not fit", DISTILLED, {"distill/agreement": 0.02}),

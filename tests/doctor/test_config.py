@@ -75,6 +75,19 @@ def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_fo
     too_long = found(write_online(tmp_path, model_folder), "trl.max_completion_length=250")["lengths"]
     assert too_long.level == "alarm"
     assert "256 positions" in too_long.says
+    assert "sequence_len" not in too_long.remedy
+
+
+def test_rows_that_were_left_out_do_not_exceed_the_positions_of_the_model(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder)
+    with (tmp_path / "pairs.jsonl").open("a") as rows:
+        rows.write(json.dumps({"question": "long", "chosen": "a" * 500, "rejected": "b"}) + "\n")
+    checked = found(file, "sequence_len=128")
+    assert "lengths" not in checked
+    assert checked["data"].level == "note"
+    assert "longer than the 256 positions of the model" in checked["data"].remedy  # no sequence_len keeps that row
+    kept = found(file, "sequence_len=600")["lengths"]
+    assert (kept.level, kept.remedy) == ("alarm", "sequence_len: 256")
 
 
 def test_a_model_that_is_not_there_is_told_once(tmp_path):

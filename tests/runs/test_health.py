@@ -38,7 +38,7 @@ def test_each_sickness_is_named_once_and_nothing_else_is(name, healthy, sick, ev
 
 
 def test_every_rule_has_a_sick_run():
-    assert {rule.name for rule in RULES} - {name for name, *_ in SICK} == {"overfitting"}
+    assert {rule.name for rule in RULES} - {name for name, *_ in SICK} == {"overfitting", "held-out loss explodes"}
 
 
 def test_rules_without_enough_steps_are_too_early_and_not_silent():
@@ -131,6 +131,15 @@ def test_overfitting_reads_the_evaluations():
             rows.append({"step": step, "eval_loss": 0.8 + abs(step - 100) / 500})
     (verdict,) = verdicts(rows)
     assert (verdict.name, verdict.step, verdict.metric) == ("overfitting", 150, "eval_loss:worse")
+
+
+def test_a_ruined_model_is_not_called_overfitted():
+    train = [{"step": step, "loss": 5.0 if step < 3 else 900.0, "grad_norm": 1.0} for step in range(1, 9)]
+    (verdict,) = verdicts([{"step": 0, "eval_loss": 5.0}, *train, {"step": 8, "eval_loss": 1000.0}])
+    assert (verdict.name, verdict.level, verdict.step) == ("held-out loss explodes", "alarm", 8)
+    assert "lower learning_rate" in verdict.remedy
+    (small,) = verdicts([{"step": 0, "eval_loss": 0.001}, *train[:2], {"step": 2, "eval_loss": 0.004}])
+    assert small.name == "overfitting"
 
 
 def test_words_and_gaps_in_the_metrics_are_passed_over():

@@ -69,7 +69,7 @@ def summarize(config: Config, prepared: Prepared) -> Summary:
         Source(part.where, part.evaluation, part.read, part.kept, change)
         for part, change in zip(parts, changes, strict=True)
     ]
-    length_N3, count_N2 = _token_counts(prepared.train.data.table, config.method)
+    length_N3, count_N2 = token_counts(prepared.train.data.table, config.method)
     order, source_N = np.load(prepared.folder / "order.npy"), prepared.entry_of_rows()
     length_N3, count_N2 = length_N3[order], count_N2[order]
     for number, source in enumerate(sources):
@@ -79,7 +79,7 @@ def summarize(config: Config, prepared: Prepared) -> Summary:
     return Summary(sources, lengths, _compare(config, prepared, sources))
 
 
-def _token_counts(table: pa.Table, method: Method) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def token_counts(table: pa.Table, method: Method) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the prompt, longest completion and longest sequence of each row; its tokens, and those trained on."""
     lengths, counts = [np.zeros((0, 3), np.int64)], [np.zeros((0, 2), np.int64)]
     for batch in table.to_batches():

@@ -16,6 +16,7 @@ from upweight.config.sections.training import LESS_MEMORY
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
+from upweight.data.summary import token_counts
 from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
@@ -111,26 +112,35 @@ def _data(state: CheckState) -> Iterator[Finding]:
     config = state.config
     data = preview(config, load_tokenizer(config.model))
     lengths = data.report.lengths
-    state.longest_prompt = lengths.get("prompt", {}).get("max", 0)
+    length_N3, _ = token_counts(data.train.data.table, config.method)  # of the rows that are kept
+    state.longest_prompt, _, longest = map(int, length_N3.max(0, initial=0))
+    positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):
         # What users' own code leaves out, they have chosen.
         unasked = {why: count for why, count in part.dropped.items() if not why.startswith(LEFT_OUT.format(""))}
         if part.dropped or part.notes:
             settings = ", ".join(f"{key} {value['100%']}" for key, value in data.report.suggested.items())
             level = "warning" if sum(unasked.values()) > MOST_DROPPED * part.read else "note"
-            yield Finding(level, "data", line, f"to keep all: {settings}" if settings and unasked else "")
+            remedy = f"to keep all: {settings}" if settings and unasked else ""
+            if remedy and positions and lengths.get("sequence", {}).get("max", 0) > positions:
+                remedy = f"some are longer than the {positions} positions of the model: shorten or split those rows"
+            yield Finding(level, "data", line, remedy)
     sizes = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
+    if any(part.dropped for part in data.report.parts):
+        sizes += ", rows that were left out among them"
     state.columns = [name for name in data.train[0] if name not in PREPARED_COLUMNS]
     columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""
     says = f"{len(data.train):,} rows to train on{columns}; {sizes}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
     online = config.method.online_settings
-    positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
-    longest = lengths.get("sequence", {}).get("max", 0)
-    longest = longest if online is None else state.longest_prompt + online.max_completion_length
+    if online is not None:
+        longest = state.longest_prompt + online.max_completion_length
     if positions and longest > positions:
         says = f"rows of {longest} tokens, completions included, exceed the {positions} positions of the model"
-        yield Finding("alarm", "lengths", says, "lower max_prompt_length, trl.max_completion_length or sequence_len")
+        shorter = (
+            f"sequence_len: {positions}" if online is None else "lower max_prompt_length or trl.max_completion_length"
+        )
+        yield Finding("alarm", "lengths", says, shorter)
 
 
 def _rewards(state: CheckState) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.filters import repeated_notes
-from upweight.cli.starter.new import _typed_table, new, propose
+from upweight.cli.starter.new import _fit_model, _typed_table, new, propose
 from upweight.cli.starter.plan import Plan
 from upweight.cli.starter.table import Table
 from upweight.errors import UserError
@@ -72,6 +72,25 @@ def test_two_answers_raise_the_question_whether_they_are_a_pair():
 def test_columns_that_nobody_knows():
     with pytest.raises(UserError, match=r"no column is recognised among a, b\..*--columns prompt=a,completion=b`"):
         propose(Table(Path("mine.csv"), [{"a": "Why so?", "b": "It is so."}]))
+
+
+def test_conversations_in_the_cells_of_a_csv(tmp_path, model):
+    talk = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}])
+    with pytest.raises(UserError, match=r"'talk' holds conversations.*`messages`.*field_messages: talk"):
+        propose(Table(Path("mine.csv"), [{"id": 1, "talk": talk}]))
+    write_csv(tmp_path / "mine.csv", [{"id": n, "messages": talk} for n in range(30)])
+    new(tmp_path / "mine.csv", model=str(model), output=tmp_path / "mine.yaml", yes=True)
+    assert "as_messages" not in (tmp_path / "mine.yaml").read_text()
+
+
+def test_no_more_tokens_are_proposed_than_the_model_has_positions(tmp_path, model):
+    rows = [{"prompt": "hi", "completion": "a" * 5000}, {"prompt": "hi", "completion": "no"}]
+    write_csv(tmp_path / "mine.csv", rows)
+    plan = Plan(Table(tmp_path / "mine.csv", rows), "sft", str(model))
+    _fit_model(plan, tmp_path / "mine.yaml")
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    assert plan.sequence_len == positions
+    assert f"longer rows are left out; the model has {positions} positions" in plan.notes[0]
 
 
 def test_a_csv_becomes_a_config_that_trains(tmp_path, model):

@@ -1,5 +1,7 @@
 """Texts to imitate, and which of their tokens are trained on."""
 
+import json
+
 import pytest
 
 from made_tokenizers import byte_tokenizer, encoder
@@ -40,6 +42,13 @@ def test_assistant_turns_are_trained_on():
     text, trained = chat()
     assert trained == ["two<|im_end|>", "four<|im_end|>"]
     assert text.endswith("<|im_start|>assistant\nfour<|im_end|>")
+
+
+def test_a_conversation_may_be_json_text_as_in_a_csv():
+    assert chat(messages=json.dumps(TALK)) == chat()
+    for text in ("Customer: one\nAgent: two", "[]", '{"role": "user"}', "[{'role': 'user', 'content': 'one'}]"):
+        with pytest.raises(RowError, match=r"expected a list of messages, or JSON text of one, got text"):
+            chat(messages=text)
 
 
 def test_words_of_the_answer_in_the_question_are_not_trained_on():

@@ -1,5 +1,6 @@
 """`upweight new`: three questions (the file, the model, the method), and a config for the user's own rows."""
 
+import json
 import re
 import shlex
 import sys
@@ -136,7 +137,20 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
         return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
     known = "prompt with chosen and rejected, completion and label, completion, or messages"
     problem = f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats)"
+    if talk := next((name for name in columns if rows and _is_conversation(rows[0].get(name))), None):
+        entry = f"datasets: [{{path: {table.file}, type: chat_template, field_messages: {talk}}}]"
+        remedy = f"{talk!r} holds conversations: call that column `messages` in the file, or write a config with"
+        raise UserError(f"{problem}. {remedy} `{entry}`.")
     raise UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")
+
+
+def _is_conversation(value: Any) -> bool:
+    """Return whether a cell holds a list of messages, or JSON text of one."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
 
 
 def _table_of(file: Path) -> Table:
@@ -234,6 +248,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
     """Read the tokenizer for the template and for lengths, and choose the keys with which training fits in memory."""
     from upweight.config import parse_config
     from upweight.log import quiet_transformers
+    from upweight.models.load import load_model_config
     from upweight.models.tokenizer import load_tokenizer
 
     quiet_transformers()
@@ -252,9 +267,13 @@ def _fit_model(plan: Plan, output: Path) -> None:
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
         plan.entry["as_messages"] = True
     longest = _longest(plan, output, tokenizer)
-    plan.sequence_len = next((size for size in SEQUENCE_LENGTHS if size >= 1.2 * longest), SEQUENCE_LENGTHS[-1])
+    size = next((size for size in SEQUENCE_LENGTHS if size >= 1.2 * longest), SEQUENCE_LENGTHS[-1])
+    positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
+    plan.sequence_len = min(size, positions or size)
     what = f"up to {longest} tokens, turns and system text included, in {len(plan.rows)} rows"
     kept = f"sequence_len {plan.sequence_len}" if plan.method != "grpo" else "prompts alone"
+    if longest > plan.sequence_len and plan.method != "grpo":
+        kept += ": longer rows are left out" + (f"; the model has {positions} positions" if positions else "")
     plan.notes.append(f"lengths: {what}; {kept}")
     _choose_memory(plan, output)
 

@@ -1,6 +1,9 @@
 """Formats for supervised fine-tuning: conversations, instructions, prompts with completions, raw text."""
 
+import json
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from upweight.data.examples import ALPACA, Example, Format, Pieces, Segment, Segments, Setup, Text, Tokens
 from upweight.data.formats import prompt_styles
@@ -20,7 +23,21 @@ ALPACA_SYSTEM = {
 def chat(setup: Setup, row: Row) -> list[Example]:
     """Read messages and render them with the chat template; the assistant's turns are trained on."""
     key = setup.entry.field_messages or row.first_of("messages", "conversations")
-    return conversation_texts(setup, setup.reader.conversation(row, setup.messages(row, key), key), key)
+    value = row.value(key)
+    if isinstance(value, str) and not setup.data.train_on_inputs and not setup.entry.roles_to_train:
+        messages = setup.reader.messages(_conversation_in_text(value, key), key)
+    else:
+        messages = setup.messages(row, key)
+    return conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
+
+
+def _conversation_in_text(text: str, key: str) -> list[Any]:
+    """Return the messages that a text holds as JSON, as cells of a CSV do."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), list) and found:
+            return found
+    transform = "a function named by `type` can make it of other texts"
+    raise RowError(key, f"a list of messages, or JSON text of one, got {describe_value(text)}; {transform}")
 
 
 def conversation_texts(setup: Setup, conversation: Conversation, key: str, first: int = 0) -> list[Example]:
