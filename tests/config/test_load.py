@@ -121,6 +121,7 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
             {"fsdp_config": {"use_min_params": 9}},
             "fsdp_config.use_min_params: unknown key. Did you mean 'min_num_params'?",
         ),
+        ({"x-usual": {"type": "alpaca"}}, "If it only holds a YAML anchor, define that where it is first used."),
         ({"relora": True}, "relora: not supported; leave it out to train all weights, or with `adapter: lora`"),
         ({"spectrum_top_fraction": 0.5}, "name the weights to train in `unfrozen_parameters`"),
         ({"added_tokens_overrides": {300: "<mine>"}}, "name new tokens in `tokens`"),
