@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, Qwen2Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from made_runs import write_config, write_model, write_online
@@ -200,6 +200,45 @@ def test_what_the_table_of_sizes_in_the_docs_promises_fits(size, capsys):
 def test_the_size_in_a_models_name_is_the_one_to_ask_for():
     names = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B-Instruct", "Qwen3-30B-A3B", "mine", "google/gemma-2-9b-it")
     assert [near_size(name) for name in names] == ["1B", "7B", "32B", "7B", "8B"]
+    assert near_size("SmolLM2-360M-Instruct") == "0.5B"
+
+
+def test_a_size_in_millions_is_a_size_too():
+    with pytest.raises(UserError, match=r"135M: the sizes that are known without a model are 0\.5B"):
+        run("135M", [], memory=8)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A mixture of 30 billion weights, nearly all of them in experts, without any."""
+    folder = tmp_path_factory.mktemp("mixture")
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151_936}
+    Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **experts, **heads, **sizes).save_pretrained(folder)
+    return folder
+
+
+def test_the_experts_of_a_mixture_are_quantised_where_that_makes_it_fit(mixture, tmp_path, capsys):
+    assert run(str(mixture), [], memory=24) == 1
+    _, rows, answer = printed(capsys)
+    assert len(rows) == 12
+    assert "Set 'adapter: qlora' with 'load_in_4bit: true' and 'quantize_moe_experts: true'" in answer
+    assert "bitsandbytes" in answer
+    four_bits = {"adapter": "qlora", "load_in_4bit": True}
+    config = write_config(tmp_path, mixture, rl=None, datasets=TEXTS, **four_bits)
+    assert run(config, [], memory=24) == 1
+    _, rows, answer = printed(capsys)
+    promised = rows["qlora+experts", "balanced"]
+    assert "Set 'quantize_moe_experts: true': about" in answer
+    assert run(config, ["quantize_moe_experts=true"], memory=24) == 0
+    _, rows, _ = printed(capsys)
+    assert len(rows) == 9
+    assert rows["qlora", "balanced"]["total"] == promised["total"]
+    run(config, ["fsdp=true"], memory=24)
+    _, rows, answer = printed(capsys)
+    assert len(rows) == 9
+    assert "quantize_moe_experts" not in answer
 
 
 def test_rows_are_not_needed_nor_the_package_that_reads_them(tmp_path):

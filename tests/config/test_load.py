@@ -59,6 +59,12 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
     ]
 
 
+def test_the_optimizers_of_torchao_have_axolotls_names_too():
+    config = parse({"optimizer": "ao_adamw_8bit"}, fragment=True)
+    assert config.optim.optimizer == "adamw_torch_8bit"
+    assert "optimizer: 'ao_adamw_8bit' is called 'adamw_torch_8bit' here" in config.notices
+
+
 def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
     for name, advice in TABLES["methods"].items():
         assert name not in METHODS or name in ("sft", "orm", "prm")  # which `rl` does not take
@@ -115,7 +121,10 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
             {"fsdp_config": {"use_min_params": 9}},
             "fsdp_config.use_min_params: unknown key. Did you mean 'min_num_params'?",
         ),
-        ({"relora": True}, "relora: not supported; train all weights"),
+        ({"x-usual": {"type": "alpaca"}}, "If it only holds a YAML anchor, define that where it is first used."),
+        ({"relora": True}, "relora: not supported; leave it out to train all weights, or with `adapter: lora`"),
+        ({"spectrum_top_fraction": 0.5}, "name the weights to train in `unfrozen_parameters`"),
+        ({"added_tokens_overrides": {300: "<mine>"}}, "name new tokens in `tokens`"),
         (
             {"accelerator_config": {"split_batches": True}},
             "accelerator_config: 'split_batches' is not supported; 'micro",

@@ -353,6 +353,12 @@ def test_a_pickle_or_a_damaged_file_is_refused_and_nothing_of_it_runs(file, tmp_
     assert not ran.exists()
 
 
+def test_a_type_that_transformers_does_not_know_is_said(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "frobnicate"}')
+    with pytest.raises(UserError, match=r"transformers [\d.]+\S* does not know its type; a later version may"):
+        load_model_config(ModelSection(base_model=str(tmp_path)))
+
+
 def test_weights_that_are_cut_short_are_named(tmp_path):
     folder = write_model(tmp_path / "model")
     whole = (folder / "model.safetensors").read_bytes()

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -19,18 +20,20 @@ from upweight.models.memory import GIB, TrainedWeights, total_memory
 from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row_tokens, trained_weights
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
+PACKED = "qlora+experts"  # QLoRA with the experts of a mixture in 4 bits too
 MODES = ("fast", "balanced", "lean")
 HEADINGS = ("trained", "memory", "weights", "training", "activations", "sampler", "total", "fits", "longest")
 ADAPTER_KEYS = {
     "all": "no 'adapter'",
     "lora": "'adapter: lora'",
     "qlora": "'adapter: qlora' with 'load_in_4bit: true'",
+    PACKED: "'adapter: qlora' with 'load_in_4bit: true' and 'quantize_moe_experts: true'",
 }
 SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
-Way = tuple[TrainedWeights, str]  # which weights, in which mode
+Way = tuple[str, str]  # which weights, in which mode
 # Shapes by size, for those who ask before they have a model, or without a network.
 SHAPE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QWEN = {"model_type": "qwen2", "vocab_size": 152_064, "max_position_embeddings": 32_768, "tie_word_embeddings": False}
@@ -76,8 +79,8 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
 
 def near_size(name: str) -> str:
     """Return the known size that is nearest to the one in a model's name; 7B for a name without one."""
-    named = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)B(?![A-Za-z])", name, re.IGNORECASE)
-    weights = float(named[1]) if named else 0.0
+    named = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z])", name, re.IGNORECASE)
+    weights = float(named[1]) / (1000 if named[2] in "mM" else 1) if named else 0.0
     return min(SIZES, key=lambda size: abs(log(float(size[:-1]) / weights))) if weights else "7B"
 
 
@@ -85,7 +88,7 @@ def near_size(name: str) -> str:
 def _model_of_size(target: str | Path) -> Iterator[tuple[str | Path, str | None]]:
     """Yield a folder with the config of a model of the size that was named, and its name; others as they are."""
     size = str(target).upper()
-    if not re.fullmatch(r"\d+(\.\d+)?B", size) or Path(target).exists():
+    if not re.fullmatch(r"\d+(\.\d+)?[BM]", size) or Path(target).exists():
         yield target, None
         return
     if size not in SIZES:
@@ -130,6 +133,8 @@ def report(
     plans: dict[Way, MemoryPlan] = {
         (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
     }
+    if model.shape.experts and _may_pack(config):
+        plans |= {(PACKED, mode): plan_memory(_packed(modes[mode]), card, "qlora", model) for mode in MODES}
     rows: list[tuple[str, ...]] = [HEADINGS]
     for (trained, mode), plan in plans.items():
         need = plan.need
@@ -153,13 +158,14 @@ def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan
     if mine.fits:
         size = f"about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
         return f"this config fits ('memory: {mode}'): {size}, sequences of up to {mine.longest:,} tokens"
-    kinds = TRAINED_KINDS[TRAINED_KINDS.index(trained) :]
-    ways: list[Way] = [(kind, one) for kind in kinds for one in SMALLER[mode]]
+    kinds = [*TRAINED_KINDS[TRAINED_KINDS.index(trained) :], PACKED]
+    ways: list[Way] = [(kind, one) for kind in kinds for one in SMALLER[mode] if (kind, one) in plans]
     size = f"it needs about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
     for way in ways:
         if plans[way].fits:
             total = plans[way].need.total / GIB
-            package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if way[0] == "qlora" != trained else ""
+            is_new = way[0] in ("qlora", PACKED) and trained != "qlora"
+            package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if is_new else ""
             changes = f"Set {_changes(configured, way, modes)}: about {total:.1f} GiB{package}"
             return f"this config does not fit: {size}. {changes}"
     best = max(ways, key=lambda way: plans[way].longest)
@@ -171,9 +177,21 @@ def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan
     return f"this config does not fit: {size}. Set {most}: a shorter '{key}', or 'fsdp: true' over more GPUs"
 
 
+def _may_pack(config: Config) -> bool:
+    """Return whether the experts of a mixture could be in 4 bits too, and are not."""
+    return not (config.adapter.pack_experts or config.sharding.fsdp or config.sharding.deepspeed is not None)
+
+
+def _packed(config: Config) -> Config:
+    four_bits = {"load_in_4bit": True, "load_in_8bit": False, "pack_experts": True}
+    return replace(config, adapter=config.adapter.model_copy(update=four_bits))
+
+
 def _changes(configured: Way, way: Way, modes: dict[str, Config]) -> str:
     """Return the keys that lead from one way of training to another."""
     keys = [ADAPTER_KEYS[way[0]]] if way[0] != configured[0] else []
+    if way[0] == PACKED and modes[way[1]].adapter.load_in_4bit:
+        keys = ["'quantize_moe_experts: true'"]
     if way[1] != configured[1]:
         chosen = ", ".join(memory_settings(modes[way[1]]))
         keys.append(f"'memory: {way[1]}' (which sets {chosen})" if chosen else f"'memory: {way[1]}'")

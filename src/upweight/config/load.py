@@ -114,7 +114,10 @@ def _suggestion(path: str, value: Any) -> str:
         return f"unknown key. Did you mean '{near}'?"
     if elsewhere := closest(name, (last for _, _, last in parts.values()), cutoff=0.75):
         return f"unknown key. Did you mean '{next(key for key in known if parts[key][2] == elsewhere)}'?"
-    return f"unknown key.{did_you_mean(name, names) or ' `upweight docs config` lists them all.'}"
+    advice = did_you_mean(name, names) or " `upweight docs config` lists them all."
+    if isinstance(value, dict | list):
+        advice += " If it only holds a YAML anchor, define that where it is first used."
+    return f"unknown key.{advice}"
 
 
 def _method_name(flat: dict[str, Any], fragment: bool) -> str:

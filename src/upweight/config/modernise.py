@@ -42,6 +42,9 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     _rename_precision(content, findings)
     _rename_attention(content, findings)
     _rename_checkpointing(content, findings)
+    if isinstance(optimizer := content.get("optimizer"), str) and optimizer in peers.OPTIMIZERS:
+        content["optimizer"] = peers.OPTIMIZERS[optimizer]
+        findings.notices.append(f"optimizer: {optimizer!r} is called '{content['optimizer']}' here")
     if content.get("torch_compile") == "auto":  # leaves the choice to the trainer
         findings.notices.append("torch_compile: 'auto' compiles attention and head on a GPU; layers are not compiled")
         content["torch_compile"] = False

@@ -26,6 +26,7 @@ TEMPLATE_NAMES: list[str] = TABLES["templates"]["shipped"]
 TEMPLATE_ALIASES: dict[str, str] = TABLES["templates"]["aliases"]
 IN_TOKENIZERS: list[str] = TABLES["templates"]["in_tokenizers"]  # templates that need no name
 SCHEDULE_ARGS: dict[str, dict[str, str | list[str]]] = TABLES["schedules"]
+OPTIMIZERS: dict[str, str] = TABLES["optimizers"]
 SPELLINGS: dict[str, str] = TABLES["sampling"]  # of sampling options
 ZERO_NOT_TAKEN: dict[str, str] = TABLES["deepspeed"]
 

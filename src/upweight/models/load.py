@@ -96,6 +96,8 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = "a file of it is a pickle that holds more than tensors, which is not opened: get it as safetensors"
         elif "Unrecognized configuration class" in text:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
+        elif "does not recognize this architecture" in text:
+            remedy = f"transformers {transformers.__version__} does not know its type; a later version may"
         elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {broken_weights(Path(source)) or first}"
             if files := sorted(Path(source).glob("*.gguf")):

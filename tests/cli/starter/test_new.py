@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.filters import repeated_notes
+<<<<<<< HEAD
 from upweight.cli.starter.new import _fit_model, _typed_table, new, propose
 from upweight.cli.starter.plan import Plan
+=======
+from upweight.cli.starter.new import _typed_table, new, propose
+from upweight.cli.starter.plan import Plan, content
+>>>>>>> axolotl
 from upweight.cli.starter.table import Table
 from upweight.errors import UserError
+from upweight.rewards.builtin.spec import builtin_reward, check_specs
 
 TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
 {{ one.content }}<|im_end|>
@@ -296,3 +302,24 @@ def test_the_memory_of_a_gpu_elsewhere_is_planned_for(tmp_path, model):
         assert "the GPU has" in done.stderr
         content = yaml.safe_load((tmp_path / f"{gib}.yaml").read_text())
         assert {"adapter": "lora", **keys}.items() <= content.items()
+
+
+def test_the_experts_of_a_mixture_are_quantised_where_nothing_else_fits(tmp_path, model):
+    folder = shutil.copytree(model, tmp_path / "mixture")
+    experts = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128}
+    Qwen3MoeConfig(num_key_value_heads=4, vocab_size=151_936, **experts, **sizes).save_pretrained(folder)
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    named = ["--model", folder, "--memory", "24", "--output", "my.yaml", "--yes"]
+    done = upweight("new", "mine.csv", *named, folder=tmp_path)
+    assert "too little" not in done.stderr
+    keys = {"adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
+    assert keys.items() <= yaml.safe_load((tmp_path / "my.yaml").read_text()).items()
+
+
+@pytest.mark.parametrize("column", ["answer", "right: 'answer' #1"])
+def test_the_reward_of_right_answers_can_be_read(column):
+    plan = Plan(Table(Path("rows.jsonl"), [{"prompt": "1 + 1?", column: "2"}]), "grpo", "m", answer=column)
+    (spec,) = content(plan)["trl"]["reward_funcs"]
+    check_specs([spec], "trl.reward_funcs")
+    assert builtin_reward(spec).column == column

@@ -332,7 +332,7 @@ def _choose_memory(plan: Plan, output: Path) -> None:
     """Take the first way of training whose estimate fits."""
     from upweight.config import parse_config
     from upweight.models.memory import GIB
-    from upweight.models.memory_plan import MemoryPlan, plan_memory
+    from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 
     card = None if plan.gpu is None else plan.gpu * GIB
 
@@ -343,7 +343,10 @@ def _choose_memory(plan: Plan, output: Path) -> None:
     recompute = {"gradient_checkpointing": "true"}
     four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
     estimate = estimated({})
-    for way in (recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}):
+    ways = [recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}]
+    if not estimate.fits and ModelNeeds.of(parse_config(content(plan), folder=output.resolve().parent)).shape.experts:
+        ways += [{**way, "quantize_moe_experts": "true"} for way in ways[1:]]
+    for way in ways:
         if not estimate.fits:
             estimate = estimated(way)
     plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))

@@ -116,9 +116,12 @@ def text_of(plan: Plan, output: Path) -> str:
 
 
 def _rollout_lines(plan: Plan) -> list[str]:
+    import yaml
+
     reward = "rewards.good   # in rewards.py, beside this file: change it"
     if plan.answer:
-        reward = f"exact(column={plan.answer})   # `upweight docs rewards` lists others"
+        spec = yaml.safe_dump(f"exact(column={plan.answer!r})", allow_unicode=True, width=1000).splitlines()[0]
+        reward = f"{spec}   # `upweight docs rewards` lists others"
     return [
         "trl:",
         "  num_generations: 8   # completions of each prompt, compared with each other",
