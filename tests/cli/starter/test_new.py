@@ -12,13 +12,8 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from made_runs import upweight, write_model
 from upweight.cli.starter.filters import repeated_notes
-<<<<<<< HEAD
 from upweight.cli.starter.new import _fit_model, _typed_table, new, propose
-from upweight.cli.starter.plan import Plan
-=======
-from upweight.cli.starter.new import _typed_table, new, propose
 from upweight.cli.starter.plan import Plan, content
->>>>>>> axolotl
 from upweight.cli.starter.table import Table
 from upweight.errors import UserError
 from upweight.rewards.builtin.spec import builtin_reward, check_specs
