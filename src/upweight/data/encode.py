@@ -171,7 +171,9 @@ class Encoder:
         if self.setup.images is None:
             return row, []
         content, loaded = self.setup.images(row)
-        _warn_of_unread(content, self.setup.images.reader.placeholder if not loaded else GENERIC)
+        _warn_of_unread_columns(content)
+        if not loaded and self.setup.images.reader.placeholder != GENERIC:
+            _warn_of_generic_placeholders(content)
         return content, loaded
 
     def _with_images(self, records: list[Record], texts: Sequence[str], images: list[Loaded]) -> list[Record]:
@@ -196,15 +198,20 @@ def _refuse_image_tokens(record: Record, reader: ImageReader) -> None:
         raise RowError("images", missing_images(reader.placeholder))
 
 
-def _warn_of_unread(row: Mapping[str, Any], placeholder: str) -> None:
-    """Warn of what a row may mean to be read as an image, or like one, and is not."""
+def _warn_of_unread_columns(row: Mapping[str, Any]) -> None:
+    """Warn of columns that hold other media, or images under a name from which none are read."""
     for name, value in row.items():
         if name in OTHER_MEDIA and value:
             warn_once(f"column '{name}': only images are read; rows are trained on without what it holds")
         if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:  # as `datasets` stores images
             warn_once(f"column '{name}' looks like images and is not read; images are read from {' or '.join(COLUMNS)}")
+
+
+def _warn_of_generic_placeholders(row: Mapping[str, Any]) -> None:
+    """Warn of texts with `<image>` in a row without images, for a model whose token for images is another."""
+    for name, value in row.items():
         texts = texts_of(value) if is_conversation(value) else [value] if isinstance(value, str) else []
-        if placeholder != GENERIC and any(GENERIC in text for text in texts):
+        if any(GENERIC in text for text in texts):
             warn_once(
                 f"texts in '{name}' have {GENERIC} in rows without images: it is trained on as text. If it stands for "
                 f"an image, put that in the column {' or '.join(COLUMNS)}"

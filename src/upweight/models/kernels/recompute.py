@@ -63,15 +63,15 @@ def _gradients(run: Run, x: Tensor, grad: Tensor, weights: tuple[Tensor, ...], w
     inner = x.detach().requires_grad_(wants_x)
     with torch.enable_grad():
         out = run(inner)
-    found = torch.autograd.grad(out, ((inner,) if wants_x else ()) + weights, grad, allow_unused=True)
-    return [*([] if wants_x else [None]), *found]
+    gradients = torch.autograd.grad(out, ((inner,) if wants_x else ()) + weights, grad, allow_unused=True)
+    return [*([] if wants_x else [None]), *gradients]
 
 
-def _sum(total: Tensor | None, found: Tensor | None) -> Tensor | None:
+def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """Add in float32: the gradient of a weight is a sum over many tiles."""
-    if found is None:
+    if gradient is None:
         return total
-    return found.float() if total is None else total.add_(found)
+    return gradient.float() if total is None else total.add_(gradient)
 
 
 def read_weights(module: nn.Module) -> list[Tensor]:
