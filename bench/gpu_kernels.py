@@ -19,6 +19,7 @@ from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.models.kernels import linear as kernel
+from upweight.models.kernels.tiles import FEW_ROWS
 from upweight.sampler.kernels.paged_attention import paged_step
 from upweight.sampler.pages import PAGE
 
@@ -50,7 +51,7 @@ class Layers:
         weights, downs, ups, scalings = self.weights, self.downs, self.ups, self.scalings
         if not self.gated:
             return kernel.few_rows_linears(x_ND, weights, [], downs, ups, scalings)
-        if len(x_ND) <= kernel.FEW_ROWS or not downs:
+        if len(x_ND) <= FEW_ROWS or not downs:
             return kernel.few_rows_gated(x_ND, weights, downs, ups, scalings)
         narrow_NR = kernel.few_rows_linears(x_ND, downs, [], [], [], [])
         return kernel.gated_terms(F.linear(x_ND, weights[0]), F.linear(x_ND, weights[1]), narrow_NR, ups, scalings)

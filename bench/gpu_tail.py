@@ -114,7 +114,7 @@ def vllm_lines(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for shape in dict.fromkeys(CASES[name].shape for name in names):
         cases = {}
         for name, case in ((name, CASES[name]) for name in names if CASES[name].shape == shape):
-            numbers = (case.prompts, case.count, case.mean, case.cap, SHORTEST, LONGEST, 2)
+            numbers = (case.prompts, case.count, case.mean, case.cap, SHORTEST, LONGEST, case.calls - 1)
             cases.setdefault(",".join(map(str, numbers)), []).append(name)
         with tempfile.TemporaryDirectory() as folder:
             sizes = {**SHAPES[shape], "max_position_embeddings": 32768}

@@ -17,6 +17,7 @@ from upweight.engine.attention.rules import AttentionParams
 from upweight.models.kernels.fused_layers import epsilon_of, is_gated_mlp, is_rms_norm, plain_weights
 from upweight.models.kernels.launch import only_compiling
 from upweight.models.kernels.lora_linear import few_rows, is_few
+from upweight.models.kernels.tiles import FEW_ROWS
 from upweight.models.modules import replaced_forwards
 from upweight.sampler.attention import RotatingAttention, Rotation, running_attention
 from upweight.sampler.forward import CachedForward
@@ -24,7 +25,6 @@ from upweight.sampler.forward import CachedForward
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
-_FEW_ROWS_OF_PLAIN = 256  # beyond, torch adds one layer without an adapter to its residual faster
 _TRIED_TOKENS = 12
 _LARGEST_DIFFERENCE = 0.1  # of logits by another order of roundings, as a share of their mean size; else 1 and more
 
@@ -152,7 +152,8 @@ def _added(x_ND: Tensor, layer: Any, residual_NF: Tensor) -> tuple[Tensor, Tenso
     parts = plain_weights(x_ND, [layer])
     if few_rows is not None and parts is not None:
         weights, biases, downs, *_ = parts
-        if is_few(x_ND, len(weights[0])) and (downs or len(x_ND) <= _FEW_ROWS_OF_PLAIN):
+        # Beyond, torch is faster for one layer without an adapter, although the next norm is a launch of its own then.
+        if is_few(x_ND, len(weights[0])) and (downs or len(x_ND) <= FEW_ROWS):
             return few_rows.linears(x_ND, *parts, residual_NF=residual_NF)
         if not biases and not downs:
             return residual_NF.addmm_(x_ND, weights[0].t()), None
@@ -166,7 +167,7 @@ def _gated(x_ND: Tensor, norm: Any, mlp: Any, squares: Tensor | None) -> Tensor:
         normed_ND = norm(x_ND)
         return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
     weights, _, downs, ups, scalings = parts
-    if len(x_ND) <= few_rows.FEW_ROWS:
+    if len(x_ND) <= FEW_ROWS:
         known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
         return few_rows.gated_linears(norm(x_ND) if known is None else x_ND, weights, downs, ups, scalings, known)
     x_ND = norm(x_ND)

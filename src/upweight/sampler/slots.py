@@ -180,7 +180,8 @@ class Slots:
         new = np.flatnonzero(~cached_N)
         host = [forest.ids_N[new], forest.position_N[new], new, np.flatnonzero(cached_N), places_N[cached_N]]
         ids_M, position_M, *indices = map(self.upload, [*host, np.concatenate(source), np.concatenate(target)])
-        attend = _Prefilling(self.pools, *map(torch.from_numpy, (forest.end_N, forest.position_N)), *indices)
+        places = map(torch.from_numpy, (forest.end_N, forest.position_N))
+        attend = _Prefilling(self.pools, ~cached_N, *places, *indices)
         images = self.forward.images.inputs(arrays, forest, new, self.device)
         at = torch.zeros(0, dtype=torch.long, device=self.device)
         routes_MLA = self.forward.route_buffer(len(ids_M))
@@ -304,6 +305,7 @@ class _Prefilling:
     """Attention of new tokens over cached and new ones of packed prefixes, whose keys and values it stores."""
 
     pools: Sequence[tuple[Tensor, ...]]
+    is_new_N: NDArray[np.bool_]
     end_N: Tensor  # on the host, as is the next
     position_N: Tensor
     new_M: Tensor
@@ -317,7 +319,7 @@ class _Prefilling:
 
     def __call__(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         if params.rule not in self._plans:
-            self._plans[params.rule] = SegmentPlan.of(self.end_N, self.position_N, params.rule)
+            self._plans[params.rule] = SegmentPlan.of(self.end_N, self.position_N, params.rule, self.is_new_N)
         rows = []
         for pool, new in zip(self.pools[call], (key, value), strict=True):
             row = new
@@ -328,11 +330,8 @@ class _Prefilling:
                 )
             pool[self.target_W // PAGE, :, self.target_W % PAGE] = row[0][:, self.source_W].transpose(0, 1)
             rows.append(row)
-        # Cached tokens have queries of zeros: their outputs are not used.
-        query = self._spread(query) if len(self.cached_C) else query
         with sdpa_kernel(_BACKENDS):
-            out = segment_attention(query, rows[0], rows[1], self._plans[params.rule], params)
-        return out[:, :, self.new_M] if len(self.cached_C) else out
+            return segment_attention(query, rows[0], rows[1], self._plans[params.rule], params)
 
     def _spread(self, new: Tensor) -> Tensor:
         """Return a row of all tokens with the new ones at their places, and zeros elsewhere."""

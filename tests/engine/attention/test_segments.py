@@ -48,3 +48,35 @@ def test_padding_is_one_call():
     end_N = torch.arange(1, 65)
     plan = SegmentPlan.of(end_N, torch.zeros(64, dtype=torch.long), Rule())
     assert [len(call.segments) for call in plan.calls] == [64]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_tokens_without_queries_are_keys_only(shape, rule):
+    batch = build_batch(SHAPES[shape](), pad_to=lambda n: n)
+    end_N, position_N = batch.end_BN[0], batch.position_BN[0]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, len(end_N), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    # As where an earlier turn is cached: the beginnings of paths have no queries, up to the middle of a segment.
+    queried_N = (position_N >= 3).numpy()
+    plan = SegmentPlan.of(end_N, position_N, rule, queried_N)
+    ours = segment_attention(q[:, :, queried_N], k, v, plan, AttentionParams(rule, 0.7))
+    dense = dense_attention(q, k, v, dense_mask(end_N, position_N, rule), scaling=0.7)
+    torch.testing.assert_close(ours, dense[:, :, queried_N], atol=1e-5, rtol=1e-5)
+    assert sum(plan.sizes[segment] for segment in plan.queried) == queried_N.sum()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 64), (12, 2, 128), (6, 3, 40)])
+def test_new_tokens_of_long_paths_attend_without_a_mask(heads, key_heads, width):
+    torch.manual_seed(0)
+    end_N, position_N = torch.full((900,), 900), torch.arange(900)
+    q, k, v = (
+        torch.randn(1, n, 900, width, device="cuda", dtype=torch.bfloat16) for n in (heads, key_heads, key_heads)
+    )
+    queried_N = (position_N >= 611).numpy()
+    plan = SegmentPlan.of(end_N, position_N, Rule(), queried_N)
+    ours = segment_attention(q[:, :, 611:], k, v, plan, AttentionParams(Rule(), 0.2))
+    assert not plan.calls[0]._bias, "a mask was made"
+    dense = dense_attention(q.float(), k.float(), v.float(), dense_mask(end_N, position_N, Rule()).cuda(), scaling=0.2)
+    torch.testing.assert_close(ours.float(), dense[:, :, 611:], atol=2e-2, rtol=2e-2)

@@ -100,12 +100,3 @@ def test_a_norm_before_and_a_residual_after_need_no_launch(rows: int, depth: int
     right = F.silu(right_of(normed_ND, 0, layers)) * right_of(normed_ND, 1, layers)
     found = gated_linears(x_ND, weights, downs, ups, scalings, norm)
     torch.testing.assert_close(found.float(), right, atol=8e-2, rtol=3e-2)
-
-
-@pytest.mark.gpu
-def test_small_products_take_more_rows():
-    from upweight.models.kernels.linear import most_rows
-
-    assert most_rows(1536, 1536) == 512
-    assert 64 < most_rows(8960, 1536) < 256
-    assert most_rows(18944, 3584) == 64

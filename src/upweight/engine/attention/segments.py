@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from upweight.engine.attention.rules import AttentionParams, Rule
 
@@ -22,6 +24,7 @@ class AttentionCall:
     segments: list[int]
     keys: list[list[int]]
     visible_QK: Tensor | None  # None: plainly causal
+    is_suffix: bool = False  # the last tokens of paths see all before them: no window, no chunk
     _bias: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def bias(self, repeat: int, like: Tensor) -> Tensor:
@@ -37,33 +40,48 @@ class AttentionCall:
 
 @dataclass(frozen=True, eq=False)
 class SegmentPlan:
-    """The sizes of a row's segments, and the attention calls that cover them."""
+    """The sizes of a row's segments, those that have queries, and the attention calls that cover these."""
 
     sizes: list[int]
+    queried: list[int]
     calls: list[AttentionCall]
 
     @staticmethod
-    def of(end_N: Tensor, position_N: Tensor, rule: Rule) -> "SegmentPlan":
-        """Build the plan of a row; positions rise by one along every path."""
-        starts, sizes, ancestors = _segments(end_N.cpu().numpy(), rule)
+    def of(end_N: Tensor, position_N: Tensor, rule: Rule, queried_N: NDArray[np.bool_] | None = None) -> "SegmentPlan":
+        """Build the plan of a row; positions rise by one along every path. `queried_N`: tokens with queries, or all."""
+        starts, sizes, ancestors = _segments(end_N.cpu().numpy(), rule, queried_N)
         position = position_N.cpu().numpy()
+        queried = [number for number, start in enumerate(starts) if queried_N is None or queried_N[start]]
         by_shape: dict[tuple[int, int, int], list[tuple[int, list[int]]]] = {}
-        for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            first = int(position[start])
+        for number in queried:
+            size, first = sizes[number], int(position[starts[number]])
             keys = _within_reach(ancestors[number], sizes, rule, first)
             width = size + sum(sizes[k] for k in keys)
             offset = first % rule.chunk if rule.chunk else 0
             by_shape.setdefault((size, width, offset), []).append((number, [*keys, number]))
         calls = [
-            AttentionCall([n for n, _ in members], [keys for _, keys in members], _visible(size, width, offset, rule))
+            AttentionCall(
+                [n for n, _ in members],
+                [keys for _, keys in members],
+                _visible(size, width, offset, rule),
+                is_suffix=rule == Rule() and size < width,
+            )
             for (size, width, offset), members in by_shape.items()
         ]
-        return SegmentPlan(sizes, calls)
+        return SegmentPlan(sizes, queried, calls)
 
 
-def _segments(end_N: NDArray[np.int64], rule: Rule) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return starts, sizes and ancestors (root first) of unbranched segments, cut shorter for windows and chunks."""
-    cuts = [0, *(np.flatnonzero(np.diff(end_N)) + 1).tolist(), len(end_N)]
+def _segments(
+    end_N: NDArray[np.int64], rule: Rule, queried_N: NDArray[np.bool_] | None
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return starts, sizes and ancestors (root first) of unbranched segments, cut shorter for windows and chunks.
+
+    Segments are also cut where tokens with queries begin or end.
+    """
+    changes = np.diff(end_N) != 0
+    if queried_N is not None:
+        changes |= np.diff(queried_N)
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(end_N)]
     limit = rule.window or rule.chunk
     if limit is not None:
         longest = max(limit, _LONGEST_WINDOWED_SEGMENT)
@@ -112,16 +130,20 @@ def _visible(size: int, width: int, offset: int, rule: Rule) -> Tensor | None:
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, params: AttentionParams) -> Tensor:
-    """Attend over a row of trees; query [1, heads, N, width], key and value with as many or fewer heads."""
+    """Attend over a row of trees; query [1, heads, N, width], key and value with as many or fewer heads.
+
+    The query has the tokens of segments with queries only, in their order, and so has the output.
+    """
     # One split for each of q, k, v: its backward is one concatenation, where slices would each write a whole row.
-    queries, keys, values = (x.split(plan.sizes, 2) for x in (query, key, value))
-    out: list[Tensor] = [query] * len(plan.sizes)
+    keys, values = (x.split(plan.sizes, 2) for x in (key, value))
+    parts = query.split([plan.sizes[segment] for segment in plan.queried], 2)
+    queries = dict(zip(plan.queried, parts, strict=True))
+    out: dict[int, Tensor] = {}
     for call in plan.calls:
         q = _concat([queries[s] for s in call.segments], 0)
         k, v = (_concat([_concat([x[i] for i in seen], 2) for seen in call.keys], 0) for x in (keys, values))
-        for segment, part in zip(call.segments, _attend(q, k, v, call, params).split(1, 0), strict=True):
-            out[segment] = part
-    return torch.cat(out, 2)
+        out |= zip(call.segments, _attend(q, k, v, call, params).split(1, 0), strict=True)
+    return torch.cat([out[segment] for segment in plan.queried], 2)
 
 
 def _concat(parts: list[Tensor], dim: int) -> Tensor:
@@ -135,12 +157,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, params: Attent
     plain = params.softcap is None and params.sinks is None
     if plain and call.visible_QK is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scaling, enable_gqa=repeat > 1)
+    if plain and call.is_suffix and _takes_suffixes(q):
+        suffix: Any = causal_lower_right(size, k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, suffix, scale=params.scaling, enable_gqa=repeat > 1)
     q = q.reshape(rows, k.shape[1], repeat * size, q.shape[-1])
     if plain:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=call.bias(repeat, q), scale=params.scaling)
     else:
         out = _softmax_by_steps(q, k, v, call, params)
     return out.reshape(rows, heads, size, v.shape[-1])
+
+
+def _takes_suffixes(q: Tensor) -> bool:
+    """Return whether a kernel computes the last queries of a path without a mask, which would be as large as scores."""
+    return q.is_cuda and q.dtype != torch.float32 and not q.requires_grad
 
 
 def _softmax_by_steps(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, params: AttentionParams) -> Tensor:

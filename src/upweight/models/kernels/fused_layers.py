@@ -15,6 +15,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from upweight.models.kernels.lora_linear import few_rows, is_few, is_half_inference, plain_adapter
+from upweight.models.kernels.tiles import FEW_ROWS, MIN_GATED_OUTPUTS
 
 Tensors = list[Tensor]
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
@@ -181,8 +182,8 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
-    few = x_ND.shape[0] <= few_rows.FEW_ROWS
-    fills_gpu, adapted = len(weights[0]) >= few_rows.MIN_GATED_OUTPUTS, bool(downs)
+    few = x_ND.shape[0] <= FEW_ROWS
+    fills_gpu, adapted = len(weights[0]) >= MIN_GATED_OUTPUTS, bool(downs)
     if biases or not (fills_gpu if few else adapted):
         return None
     if few:

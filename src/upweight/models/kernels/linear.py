@@ -20,18 +20,11 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from upweight.models.kernels.launch import launch
+from upweight.models.kernels.tiles import gated_tile_of, tile_of
 
 Tensors = list[Tensor]
-# Beyond FEW_ROWS the weights would be read again for each further tile of rows. A product of few multiplications is
-# bound by its launches instead, so that one launch wins up to _MOST_ROWS: `python -m bench.gpu_kernels` prints it.
-FEW_ROWS, MOST_RANK, MOST_LAYERS = 64, 64, 3
-_MOST_ROWS, _MOST_MULTIPLICATIONS = 512, 3_000_000_000
-MIN_GATED_OUTPUTS = 4096  # outputs below which the tiles of a gated product would not fill a GPU
-_ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
-_WIDE = 4096  # inputs or outputs from which on a tile has twice the columns
-_SMALL, _UNSPLIT = 1_000_000, 1024  # weights of a layer in all, and inputs that one program reads
+MOST_RANK, MOST_LAYERS = 64, 3
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
-_MOST_PARTS = 8
 
 
 class InputNorm(NamedTuple):
@@ -40,11 +33,6 @@ class InputNorm(NamedTuple):
     weight: Tensor
     epsilon: float
     squares_TN: Tensor
-
-
-def most_rows(depth: int, width: int) -> int:
-    """Return up to how many rows a layer of this width is faster here than torch's products, measured on an H200."""
-    return max(FEW_ROWS, min(_MOST_ROWS, _MOST_MULTIPLICATIONS // (depth * width)))
 
 
 @torch.library.custom_op("upweight::few_rows_linears", mutates_args=())
@@ -70,7 +58,7 @@ def linears(
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     widths = [len(weight) for weight in weights]
-    rows, columns, block, each, stages = _tiling(count, depth, widths, _processors(x_ND.device))
+    rows, columns, block, each, stages = tile_of(count, depth, widths, _processors(x_ND.device))
     width, below, parts = sum(widths), triton.cdiv(count, rows), triton.cdiv(depth, each)
     tiles = [triton.cdiv(one, columns) for one in widths]
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
@@ -88,21 +76,6 @@ def linears(
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out, squares_TN
-
-
-def _tiling(count: int, depth: int, widths: list[int], processors: int) -> tuple[int, int, int, int, int]:
-    """Return rows and columns of a tile, the columns of x in a block, those that one program reads, and stages."""
-    rows = _SMALLEST_SIDE if count <= _SMALLEST_SIDE else _ROWS  # each further size would be compiled for itself
-    below = triton.cdiv(count, rows)
-    if depth * sum(widths) <= _SMALL and below == 1:  # read in a few microseconds, of which merging parts would be one
-        if depth <= _UNSPLIT:
-            return _SMALLEST_SIDE, 32, _DEPTH // 2, triton.cdiv(depth, _DEPTH // 2) * (_DEPTH // 2), 5
-        return rows, 16, _DEPTH, triton.cdiv(triton.cdiv(depth, 2), _DEPTH) * _DEPTH, 5
-    columns = 64 if max(sum(widths), depth) > _WIDE or below * triton.cdiv(sum(widths), 32) > processors else 32
-    programs = sum(triton.cdiv(width, columns) for width in widths) * below
-    block = _DEPTH if programs <= processors else _DEPTH // 2  # a processor holds two of the smaller ones
-    parts = min(max(1, processors // programs), _MOST_PARTS)
-    return rows, columns, block, triton.cdiv(triton.cdiv(depth, parts), block) * block, 4
 
 
 def _norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, Tensor, int, float]:
@@ -135,16 +108,15 @@ def gated_linears(
     """Compute silu(gate) * up for few rows of x, or of its norm."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
-    rows = _SMALLEST_SIDE if count <= _SMALLEST_SIDE else _ROWS
     width, rank = len(weights[0]), len(downs[0]) if downs else 0
-    columns = 16 if width < MIN_GATED_OUTPUTS else 64 if rank else 32
+    rows, columns, block, stages = gated_tile_of(count, width, adapted=bool(downs))
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     launch(
         _gated_kernel, (triton.cdiv(width, columns), triton.cdiv(count, rows)),
         x_ND, *weights, *(downs or weights), *(ups or weights), out, count, width, depth, *(scalings or [0.0, 0.0]),
         *_norm_arguments(norm, x_ND),
-        ROWS=rows, COLUMNS=columns, DEPTH=_GATED_DEPTH, RANK=rank, RANK_UP=_side(rank), NORM=_tiles_of(norm),
-        num_warps=4, num_stages=4,
+        ROWS=rows, COLUMNS=columns, DEPTH=block, RANK=rank, RANK_UP=_side(rank), NORM=_tiles_of(norm),
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from upweight.models.kernels.tiles import most_rows
+
 if torch.cuda.is_available() and find_spec("triton"):
     from upweight.models.kernels import linear as few_rows
 else:
@@ -18,7 +20,7 @@ def is_few(x_ND: Tensor, width: int) -> bool:
     """Return whether rows are so few that our kernel computes a product of this width faster than torch."""
     if few_rows is None or not is_half_inference(x_ND):
         return False
-    return x_ND.shape[0] <= few_rows.most_rows(x_ND.shape[1], width)
+    return x_ND.shape[0] <= most_rows(x_ND.shape[1], width)
 
 
 def is_half_inference(x_ND: Tensor) -> bool:
