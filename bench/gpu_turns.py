@@ -1,4 +1,4 @@
-"""Conversations of many turns on a GPU, a JSON line: `python -m bench.gpu_turns`.
+"""Conversations of many turns on a GPU, a JSON line a rollout and one for all: `python -m bench.gpu_turns`.
 
 Episodes begin with a prompt of their group. In each turn all of them sample an answer, whose end is drawn with
 probability 1 / mean at each token, and get an observation of a tool. The sampler keeps the keys and values of earlier
@@ -86,11 +86,13 @@ def main() -> None:
     model = model_of(tiny=asked.tiny)
     vocabulary = model.config.vocab_size
     sampler = InProcess(model, end_ids=range(500, 500 + vocabulary // asked.mean), compile=not asked.tiny)
-    rollout(sampler, asked, 0, keep=True)
+    first = rollout(sampler, asked, 0, keep=True)
+    print(json.dumps({"name": "gpu_turns_first"} | first), flush=True)
     line: dict[str, Any] = {"name": "gpu_turns"}
     for number in range(1, asked.rollouts + 1):
         for name, keep in (("kept", True), ("forgotten", False)):
             one = rollout(sampler, asked, number, keep=keep)
+            print(json.dumps({"name": f"gpu_turns_{name}"} | one), flush=True)
             line |= {"tokens": one["tokens"], "longest": one["longest"]}
             line.setdefault(f"{name}_s", []).append(round(one["s"], 3))
             line[f"{name}_prefill_tokens"] = one["prefill_tokens"]

@@ -67,7 +67,8 @@ def tile_of(count: int, depth: int, widths: list[int], processors: int) -> Tile:
 
 def gated_tile_of(count: int, width: int, *, adapted: bool) -> GatedTile:
     """Return the tile of a gated product for so many rows of x, with or without adapters."""
-    rows, stages = _tile_rows(count), 3 if width > _WIDE_GATED else 4
+    rows = _TILE_ROWS[0] if count <= _TILE_ROWS[0] else FEW_ROWS  # 32 rows would read x too often
+    stages = 3 if width > _WIDE_GATED else 4
     if width < MIN_GATED_OUTPUTS:
         columns = 16
     elif adapted:
