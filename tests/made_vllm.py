@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import io
 import json
 import pickle
 import queue
@@ -10,6 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch.multiprocessing.reductions import rebuild_tensor
@@ -57,6 +59,7 @@ class FakeVllm:
         self.held: set[str] = set()  # names whose requests wait
         self.well = True
         self.tokenizer = None  # of the route /tokenize
+        self.records_experts = False  # as with --enable-return-routed-experts and --enable-scale-out
         self.raw_logps = False  # log-probs leave out the temperature, as without --logprobs-mode
         self.restart()
         self._server = json_server(self.answer)
@@ -136,7 +139,7 @@ class FakeVllm:
         if path == "/v1/completions":
             return self.complete(body)
         if path == "/inference/v1/generate":
-            return self.complete_images(body) if self.reader is not None else (403, "scale-out is off")
+            return self.generate(body)
         if path == "/tokenize" and self.tokenizer is not None:
             return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
         return self.transferred(path, body)
@@ -203,6 +206,11 @@ class FakeVllm:
             choices[0]["logprobs"]["top_logprobs"] = [top]
         return 200, {"choices": choices[::-1]}
 
+    def generate(self, body):
+        if self.reader is not None:
+            return self.complete_images(body)
+        return self.complete_tokens(body) if self.records_experts else (403, "scale-out is off")
+
     def complete_images(self, body):
         """As vLLM: placeholders are written out to the tokens of their images, which the forward reads."""
         name, reader, params = body["model"], self.reader, body["sampling_params"]
@@ -216,14 +224,29 @@ class FakeVllm:
         def seeing(input_ids):
             return model(input_ids=input_ids, **pixels, **token_types(reader.family, input_ids == reader.token_id))
 
+        return 200, {"choices": self.generated(seeing, prompt, params), "prompt_token_ids": prompt}
+
+    def complete_tokens(self, body):
+        """As vLLM: each completion has the experts of all its tokens but the last, in every decoder layer."""
+        prompt, name = body["token_ids"], body["model"]
+        model = self.model if name == str(self.folder) else self.loaded[name][1]
+        choices = self.generated(model, prompt, body["sampling_params"])
+        for choice in choices:
+            file = io.BytesIO()
+            np.save(file, experts_chosen(model, [*prompt, *choice["token_ids"]][:-1]).astype(np.uint8))
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        return 200, {"choices": choices, "prompt_token_ids": prompt}
+
+    def generated(self, model, prompt, params):
+        """The choices of an answer of the route for token ids."""
         choices = [
-            {"index": n, **self.written(seeing, prompt, params, params.get("stop_token_ids", []))}
+            {"index": n, **self.written(model, prompt, params, params.get("stop_token_ids", []))}
             for n in range(params["n"])
         ]
         for choice in choices:
             logps = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
             choice["logprobs"] = {"content": [{"token_id": token, "logprob": logp} for token, logp in logps]}
-        return 200, {"choices": choices, "prompt_token_ids": prompt}
+        return choices
 
     def written(self, model, prompt, body, ends):
         ids, said = [], []
@@ -238,6 +261,26 @@ class FakeVllm:
         self.tokens += len(ids)
         reason = "stop" if ids[-1] in ends else "length"
         return {"token_ids": ids, "logprobs": {"token_logprobs": said}, "finish_reason": reason}
+
+
+@torch.no_grad()
+def experts_chosen(model, ids):
+    """The experts of each token in each decoder layer by the router modules themselves; zeros where there is none."""
+    config = model.config.get_text_config()
+    chosen = np.zeros((len(ids), config.num_hidden_layers, config.num_experts_per_tok), np.int64)
+    hooks = []
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            layer = next(int(part) for part in path.split(".") if part.isdigit())
+
+            def keep(_module, _args, out, layer=layer):
+                chosen[:, layer] = out[2].numpy()
+
+            hooks.append(module.register_forward_hook(keep))
+    model(input_ids=torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return chosen
 
 
 @torch.no_grad()

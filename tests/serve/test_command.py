@@ -107,6 +107,15 @@ def test_a_gyms_agents_can_call_tools_without_a_word_on_it(tmp_path):
     assert flags(tmp_path, **gym, vllm={"tool_call_parser": "llama3_json"})["--tool-call-parser"] == "llama3_json"
 
 
+@pytest.mark.parametrize("vllm", [{}, {"enable_scale_out": True}])
+def test_replay_has_the_server_return_experts(tmp_path, vllm):
+    trl = {**GRPO["trl"], "use_vllm": True, "routing_replay": "measure"}
+    argv = command(tmp_path, trl=trl, vllm=vllm).argv
+    assert argv.count("--enable-return-routed-experts") == 1
+    assert argv.count("--enable-scale-out") == 1
+    assert "--enable-return-routed-experts" not in command(tmp_path).argv
+
+
 def test_keys_of_the_model_reach_the_server(tmp_path):
     found = flags(tmp_path, model_revision="abc", trust_remote_code=True, tokenizer_config="other/words")
     assert (found["--revision"], found["--tokenizer"]) == ("abc", "other/words")

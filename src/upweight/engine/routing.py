@@ -1,7 +1,7 @@
 """The experts that routers choose: recorded while completions are sampled, and chosen again in the training forward."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,8 +71,9 @@ class _Forced:
 class Routing:
     """The routers of a model: what they choose is recorded, or taken from a record."""
 
-    def __init__(self, layers: int, top_k: int) -> None:
-        self.layers, self.top_k = layers, top_k
+    def __init__(self, top_k: int, decoder_layers: Sequence[int]) -> None:
+        """`decoder_layers`: the number of the decoder layer that each router belongs to."""
+        self.layers, self.top_k, self.decoder_layers = len(decoder_layers), top_k, tuple(decoder_layers)
         self._choose: Callable[[int, Tensor, Any], Any] | None = None  # None: routers run as they are
 
     def buffer(self, tokens: int, device: torch.device) -> Tensor:
@@ -145,11 +146,16 @@ def install_routing(base: PreTrainedModel) -> Routing:
     if len(sizes) > 1:
         problem = f"the layers of {name} choose different numbers of experts"
         raise UserError(f"trl.routing_replay: {problem}, which are not recorded. Leave it out.")
-    routing = vars(base)["_routing"] = Routing(len(paths), sizes.pop())
+    routing = vars(base)["_routing"] = Routing(sizes.pop(), [_layer_number(path) for path in paths])
     for path, module in routers.items():
         vars(module)["_routing"] = routing, paths.index(_WRAPPERS.sub("", path))
         wrap_forward(module, _router_forward)
     return routing
+
+
+def _layer_number(path: str) -> int:
+    """Return the number of the decoder layer in a module's path: the first number there."""
+    return next(int(part) for part in path.split(".") if part.isdigit())
 
 
 def _router_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

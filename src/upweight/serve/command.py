@@ -96,6 +96,10 @@ def _flags(config: Config) -> Iterator[str]:
         "--generation-config": "vllm",
     }
     yield from _arguments(values | _passed_on(vllm))
+    if config.rollout.routing_replay is not False:
+        yield "--enable-return-routed-experts"
+        if not vllm.scale_out:  # the route that returns them
+            yield "--enable-scale-out"
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
         yield from ("--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER)

@@ -17,8 +17,9 @@ from upweight import log
 from upweight.models.processor import ImageReader, attach_processor, image_reader
 from upweight.models.vision import freeze_vision
 from upweight.rollout.vllm.image_probe import NEARLY_SQUARE, SMALL, TALL, ImageProbe, image_probe, resizing
-from upweight.rollout.vllm.images import GENERATE, ImagePrompts
+from upweight.rollout.vllm.images import ImagePrompts
 from upweight.rollout.vllm.server import VllmServer
+from upweight.rollout.vllm.token_route import GENERATE
 
 CROP = {"height": 336, "width": 336}
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]

@@ -19,9 +19,10 @@ from upweight.image_files import open_image
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.vision import freeze_vision
 from upweight.rollout.vllm.file_transfer import AdapterTransport, WeightTransport, transport_for
-from upweight.rollout.vllm.images import GENERATE, ImagePrompts, data_uri
+from upweight.rollout.vllm.images import ImagePrompts, data_uri
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.servers import VllmServers
+from upweight.rollout.vllm.token_route import GENERATE
 from upweight.types import Sampling
 
 IMAGE = 259  # the token

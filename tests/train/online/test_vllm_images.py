@@ -14,7 +14,7 @@ from made_vllm import FakeVllm
 from tiny_vision import processor, vision_model
 from upweight.config import load_config
 from upweight.models.processor import attach_processor, image_reader
-from upweight.rollout.vllm.images import GENERATE
+from upweight.rollout.vllm.token_route import GENERATE
 from upweight.train.policy import image_problems
 from upweight.train.run import train
 

@@ -87,8 +87,8 @@ def routing_replay(config: Config) -> Iterator[str]:
     rollout, sharding, key = config.rollout, config.sharding, "trl.routing_replay"
     if rollout.routing_replay is False or not config.method.online:
         return
-    if rollout.use_vllm:
-        yield f"{key}: experts that vLLM chose are not read. Drop it, or 'trl.use_vllm'."
+    if config.gym.enabled and config.gym.multi_turn:
+        yield f"{key}: the agents of the Gym return no experts. Drop it, or 'nemo_gym_multi_turn'."
     for name, value in {"rollout_func": rollout.rollout_func, "rollout_backend": rollout.rollout_backend}.items():
         if value is not None and value != IN_PROCESS:
             yield f"{key}: code of yours records no experts. Drop it, or 'trl.{name}'."

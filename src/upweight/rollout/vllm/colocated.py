@@ -24,6 +24,7 @@ from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion,
 from upweight.rollout.vllm.image_probe import image_probe
 from upweight.rollout.vllm.images import ImagePrompts
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
+from upweight.rollout.vllm.served_routes import ServedRoutes
 from upweight.rollout.vllm.server import completions_of
 from upweight.serve.command import allowed_rank
 from upweight.types import Completions, Done, Prompts, Sampling
@@ -47,10 +48,12 @@ class VllmColocated:
         temperature: float = 1.0,
         options: Mapping[str, Any] | None = None,
         probes_images: bool = False,
+        routes: ServedRoutes | None = None,
     ) -> None:
         """`longest` limits the tokens of a prompt and its completion; `memory` is the share of the GPU while awake.
 
         `probes_images`: whether engine and trainer are also compared after an image.
+        `routes`: reads the experts that the engine chose, where they are replayed.
         """
         base = unwrap_peft(model)
         name = str(base.config.name_or_path)
@@ -61,6 +64,7 @@ class VllmColocated:
         reader = image_reader(tokenizer)
         self._images = None if reader is None else ImagePrompts(reader)
         self._image_probe = image_probe(self._images if probes_images else None, temperature, longest)
+        self._routes = routes
         on_gpu = torch.cuda.is_available()
         self._sleeps = sleeps and on_gpu
         self._settings: dict[str, Any] = {
@@ -74,6 +78,8 @@ class VllmColocated:
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as training has them
             "generation_config": "vllm",  # ignore the model's own sampling defaults
         }
+        if routes is not None:
+            self._settings["enable_return_routed_experts"] = True
         if isinstance(self._transport, AdapterTransport):
             assert isinstance(model, PeftModel)
             config: Any = model.peft_config[model.active_adapters[0]]
@@ -101,7 +107,7 @@ class VllmColocated:
                 fields = self._images.without_image_token(fields)
             answers = self._ask(self._requests(prompts, sampling), prompts, fields)
         completions_by_prompt = [
-            completions_of(choices, prompt, count, self._now.version)
+            completions_of(choices, prompt, count, self._now.version, self._routes)
             for choices, prompt in zip(answers, prompts, strict=True)
         ]
         if done is not None:
@@ -255,6 +261,7 @@ def _as_choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
         "token_ids": ids,
         "logprobs": {"token_logprobs": logps},
         "prompt_token_ids": list(prompt),
+        "routed_experts": getattr(output, "routed_experts", None),
     }
 
 

@@ -14,8 +14,9 @@ from transformers.utils.import_utils import is_torchvision_available
 from upweight.log import warn_once
 from upweight.models.vision import token_types
 from upweight.rollout.vllm.client import RequestRefused, VllmClient
-from upweight.rollout.vllm.images import GENERATE, ImagePrompts, explained
+from upweight.rollout.vllm.images import ImagePrompts
 from upweight.rollout.vllm.probe import FLOAT32_LIMIT, agrees, difference, probe_fields
+from upweight.rollout.vllm.token_route import GENERATE, explained
 
 # Widths and heights that are no multiples of a patch and no side of a tile. Published processors of most families make
 # each image wider and lower at once (84 x 896, 896 x 896, 448 x 448), where libraries differ most: Pillow 13 shrinks
@@ -51,7 +52,7 @@ class ImageProbe:
         try:
             answer = await client.ask(GENERATE, {**body, "model": name}, seconds=None)
         except RequestRefused as error:
-            raise explained(error, client.url) from None
+            raise explained(error, client.url, "prompts with images") from None
         (choice,) = self._prompts.choices(answer, self.prompt)
         return [*self.prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
 

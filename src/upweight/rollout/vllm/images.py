@@ -9,10 +9,9 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.image_files import open_image
 from upweight.models.processor import ImageReader
-from upweight.rollout.vllm.client import RequestFailed, RequestRefused
+from upweight.rollout.vllm.token_route import choices_of, token_request
 from upweight.types import ImageRef
 
-GENERATE = "/inference/v1/generate"  # takes token ids with images
 NEVER = -100.0  # the least bias of a logit that vLLM takes
 SENT_AS_THEY_ARE = ("PNG", "JPEG", "WEBP")  # formats that every build of Pillow decodes alike
 
@@ -45,9 +44,7 @@ class ImagePrompts:
             {"type": "image_url", "url": data_uri(content), "uuid": ref.digest}
             for ref, content in zip(refs, contents, strict=True)
         ]
-        sampling = {name: value for name, value in fields.items() if name != "return_token_ids"}
-        ids = self.folded(prompt, refs, contents)
-        return {"token_ids": ids, "content_parts": parts, "sampling_params": sampling, "return_token_ids": True}
+        return token_request(self.folded(prompt, refs, contents), fields) | {"content_parts": parts}
 
     def in_process(
         self, prompt: Sequence[int], refs: Sequence[ImageRef], contents: Sequence[bytes] | None = None
@@ -94,7 +91,7 @@ class ImagePrompts:
     def choices(self, answer: Mapping[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
         """Return the choices of an answer in the form of /v1/completions; raise if the server wrote other tokens."""
         self.require_same_tokens(answer.get("prompt_token_ids"), prompt)
-        return [_as_choice(choice, prompt) for choice in answer["choices"]]
+        return choices_of(answer)
 
     def require_same_tokens(self, expanded: Any, prompt: Sequence[int]) -> None:
         """Raise where vLLM expanded a prompt to other tokens than training has."""
@@ -124,24 +121,5 @@ def data_uri(content: bytes) -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode()}"
 
 
-def explained(error: RequestRefused, url: str) -> UserError:
-    """Return the error for a server that refuses a prompt with images."""
-    if error.status in (403, 404):
-        remedy = "set 'vllm.enable_scale_out: true' and start vLLM 0.32 or later with `upweight vllm-serve`"
-        return UserError(f"the vLLM server at {url} takes no prompts with images ({error}): {remedy}")
-    return UserError(f"the vLLM server at {url} refuses a prompt with images: {error}")
-
-
 def _next(prompt: Sequence[int], token: int, start: int) -> int:
     return next((at for at in range(start, len(prompt)) if prompt[at] == token), -1)
-
-
-def _as_choice(choice: Mapping[str, Any], prompt: Sequence[int]) -> dict[str, Any]:
-    content = (choice.get("logprobs") or {}).get("content")
-    if content is None or choice.get("token_ids") is None:
-        raise RequestFailed("an answer without tokens or log-probs")
-    return {
-        **choice,
-        "prompt_token_ids": list(prompt),
-        "logprobs": {"token_logprobs": [one["logprob"] for one in content]},
-    }

@@ -22,8 +22,10 @@ from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, V
 from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.image_probe import image_probe
-from upweight.rollout.vllm.images import GENERATE, ImagePrompts, explained
+from upweight.rollout.vllm.images import ImagePrompts
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
+from upweight.rollout.vllm.served_routes import ServedRoutes
+from upweight.rollout.vllm.token_route import GENERATE, choices_of, explained, token_request
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
 from upweight.types import Completion, Completions, Done, ImageRef, Prompts, Sampling
 
@@ -53,6 +55,7 @@ class VllmServer:
         options: Mapping[str, Any] | None = None,
         on_model: OnModel | None = None,
         probes_images: bool = False,
+        routes: ServedRoutes | None = None,
     ) -> None:
         """Wait for the server up to `timeout` seconds and check that it serves the model.
 
@@ -60,11 +63,13 @@ class VllmServer:
         `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
         `on_model`: calls a function with the policy, on all ranks where its weights are sharded.
         `probes_images`: whether server and trainer are also compared after an image.
+        `routes`: reads the experts that the server chose, where they are replayed.
         """
         config = unwrap_peft(model).config
         self.options, self._ends = dict(options or {}), sorted(eos_token_ids(unwrap_peft(model), tokenizer))
         reader = image_reader(tokenizer)
         self._images = None if reader is None else ImagePrompts(reader)
+        self._routes = routes
         self._finished = self._calls = 0  # requests that have ended; calls that are running
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
         self.client = client = VllmClient(url, timeout)
@@ -192,18 +197,24 @@ class VllmServer:
         self, prompt: Sequence[int], body: dict[str, Any], refs: Sequence[ImageRef] = ()
     ) -> list[Completion]:
         images = self._images if refs else None
+        by_tokens = images is not None or self._routes is not None
 
         def read(answer: Any, version: int) -> list[Completion]:
-            choices = answer["choices"] if images is None else images.choices(answer, prompt)
-            completions = completions_of(choices, prompt, body["n"], version)
+            if images is not None:
+                choices = images.choices(answer, prompt)
+            else:
+                choices = choices_of(answer) if by_tokens else answer["choices"]
+            completions = completions_of(choices, prompt, body["n"], version, self._routes)
             known = self.weights.reports_sampler_logps
             return completions if known else [replace(completion, logps=[]) for completion in completions]
 
-        if images is not None:
+        if by_tokens:
+            sent = token_request(prompt, body) if images is None else await images.body(prompt, refs, body)
             try:
-                return await self.request(GENERATE, await images.body(prompt, refs, body), read)
+                return await self.request(GENERATE, sent, read)
             except RequestRefused as error:
-                raise explained(error, self.client.url) from None
+                what = "prompts with images" if images is not None else "requests for the experts of tokens"
+                raise explained(error, self.client.url, what) from None
         try:
             return await self.request("/v1/completions", {**body, "prompt": list(prompt)}, read)
         except RequestRefused as error:
@@ -249,7 +260,9 @@ class VllmServer:
                 raise UserError(unreachable(self.client.url, limit, problem))
 
 
-def completions_of(choices: Sequence[Any], prompt: Sequence[int], count: int, version: int) -> list[Completion]:
+def completions_of(
+    choices: Sequence[Any], prompt: Sequence[int], count: int, version: int, served_routes: ServedRoutes | None = None
+) -> list[Completion]:
     """Return the completions in the choices of an answer, in the order of their index."""
     choices = sorted(choices, key=lambda choice: choice["index"])
     if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
@@ -260,5 +273,9 @@ def completions_of(choices: Sequence[Any], prompt: Sequence[int], count: int, ve
         ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if choice["prompt_token_ids"] != list(prompt) or len(ids) != len(logps):
             raise UserError("the vLLM server did not continue the tokens that it was sent; use vLLM 0.26 or later")
-        completions.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
+        routes = None
+        if served_routes is not None:
+            routes = served_routes.read(choice.get("routed_experts"), len(prompt) + len(ids))
+        finished = choice["finish_reason"] == "stop"
+        completions.append(Completion(ids, logps, [version] * len(ids), finished, routes=routes))
     return completions

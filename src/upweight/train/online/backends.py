@@ -12,13 +12,16 @@ from upweight.config import Config
 from upweight.config.rules.rollout import ONE_PROCESS
 from upweight.config.sections.rollout import IN_PROCESS
 from upweight.config.servers import server_urls
+from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.modules import unwrap_peft
 from upweight.rollout.custom import CustomBackend
 from upweight.rollout.fed_prompts import FedPrompts
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.sampling_params import request_options
 from upweight.rollout.vllm.colocated import VllmColocated
+from upweight.rollout.vllm.served_routes import ServedRoutes
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.servers import VllmServers
 from upweight.rollout.vllm.versions import OnModel
@@ -152,6 +155,8 @@ def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:
     section = inputs.config.rollout
     options = {"lora_sync": section.lora_sync, "temperature": section.temperature}
     options["probes_images"] = _has_images(inputs.rows)
+    if inputs.policy.engine.replay is not None:
+        options["routes"] = ServedRoutes(install_routing(unwrap_peft(inputs.policy.model)))
     return options | {"dtype": inputs.policy.dtype, "options": request_options(section)}
 
 
