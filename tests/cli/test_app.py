@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from typer.testing import CliRunner
 
 from made_runs import upweight
+from upweight.cli.app import app
+from upweight.config.peers import TABLES
+from upweight.errors import UserError
 
 SAMPLE = Path(__file__).parents[1] / "config" / "samples" / "grpo_async.yaml"
 
@@ -177,3 +181,12 @@ def test_a_shell_completes_commands_and_options():
         check=False,
     )
     assert done.stdout.split() == ["merge-lora"]
+
+
+def test_commands_of_axolotl_are_answered_with_what_to_use(tmp_path):
+    for name, advice in TABLES["commands"].items():
+        with pytest.raises(UserError) as caught:
+            CliRunner().invoke(app, [name.replace("-", "_"), "my.yaml"], catch_exceptions=False)
+        assert str(caught.value).endswith(advice)
+    done = upweight("lm-eval", "my.yaml", folder=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)

@@ -10,6 +10,7 @@ from made_runs import write_config, write_model
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.cli.app import app
+from upweight.cli.export.run import run_merge
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train
@@ -97,6 +98,18 @@ def test_a_config_means_what_it_trained_or_its_base(model, tmp_path):
     assert trained != base
     assert inference(tmp_path / "out", *few) == trained
     assert inference(config, f"output_dir={tmp_path / 'none'}", *few) == base
+
+
+def test_a_base_model_of_the_command_line_gets_no_adapter_twice(model, tmp_path):
+    config = write_config(tmp_path, model, **LORA)
+    train(load_config(config))
+    run_merge(str(config), [], output=None, check=False)
+    few = ("--prompt", "the quick brown", "--temperature", 0, "--max-new-tokens", 12)
+    assert inference(config, f"--base-model={tmp_path / 'out/merged'}", *few) == inference(config, *few)
+    assert inference(config, f"--base-model={model}", *few) == inference(config, *few)  # the adapter's, elsewhere
+    whole = write_config(tmp_path, model, max_steps=2, learning_rate=0.05, output_dir=str(tmp_path / "whole"))
+    train(load_config(whole))
+    assert inference(whole, *few) != inference(whole, f"--base-model={model}", *few)
 
 
 def test_gguf_files_are_read(tmp_path):

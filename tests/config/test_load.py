@@ -160,6 +160,15 @@ def test_keys_that_hold_by_construction_are_noted_once():
     assert together == ("liger_rope, liger_rms_norm: nothing to do: the engine picks its kernels",)
 
 
+def test_where_axolotl_counts_packs_it_is_said_that_rows_are_counted():
+    (notice,) = parse({"sample_packing": True}, fragment=True).notices
+    assert "'micro_batch_size' counts rows, where Axolotl counts packs of 'sequence_len' tokens" in notice
+    for others in ({"rl": "dpo"}, {"reward_model": True}):
+        (notice,) = parse({"sample_packing": True} | others, fragment=True).notices
+        assert notice.startswith("sample_packing: nothing to do: ")
+    assert parse({"sample_packing": False}, fragment=True).notices == ()
+
+
 def test_options_of_accelerate_that_change_no_number_are_noted():
     asked = {"even_batches": True, "gradient_accumulation_kwargs": {"sync_each_batch": True}, "split_batches": False}
     (notice,) = parse({"accelerator_config": asked}, fragment=True).notices

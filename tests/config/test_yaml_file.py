@@ -120,3 +120,9 @@ def test_a_misspelt_config_is_answered_with_one_that_is_there(tmp_path):
     (tmp_path / "config.yaml").write_text("rl: dpo\n")
     with pytest.raises(UserError, match=r"cannot be read .*Did you mean 'config\.yaml'\?"):
         read_yaml(tmp_path / "confg.yaml")
+
+
+def test_switches_need_no_value():
+    options = ["--gradient-checkpointing", "--no-load-in-4bit", "--adapter", "lora", "--debug"]
+    expected = {"gradient_checkpointing": True, "load_in_4bit": False, "adapter": "lora", "debug": True}
+    assert apply_overrides({}, options) == expected

@@ -168,6 +168,13 @@ def test_an_empty_cell_is_named_with_the_filter_that_leaves_it_out(run):
     assert "other names" not in str(error.value)
 
 
+def test_an_empty_conversation_is_named_with_the_filter_that_leaves_it_out(run):
+    talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+    rows = [{"conversations": talk}, {"conversations": []}]
+    with pytest.raises(UserError, match=r"row 1 .*Its 'conversations' is empty: `filter: filters\.keep`"):
+        run(rows, rl=None, datasets=[{"path": "rows.jsonl", "type": "sharegpt"}], chat_template="chatml")
+
+
 def test_own_columns_of_a_chat_template_are_mapped(run):
     rows = [{"Question": "Why?", "Reply": "So."}] * 2
     mapping = (

@@ -60,7 +60,16 @@ TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options"
 
 
 class WholeSentences(TyperGroup):
-    """A list of commands whose sentences are wrapped; by itself it cuts them at the end of the line."""
+    """The commands, listed with whole sentences, not cut at the end of a line; those of Axolotl get advice."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0].replace("_", "-")
+        if self.get_command(ctx, name) is None:
+            from upweight.config.peers import TABLES
+
+            if advice := TABLES["commands"].get(name):
+                raise UserError(f"{args[0]}: is no command here. {advice}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]

@@ -12,7 +12,7 @@ from typing import Any
 from upweight.config import Config, ConfigError, load_config, parse_config
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
-from upweight.config.yaml_file import apply_overrides
+from upweight.config.yaml_file import apply_overrides, joined_options
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.runs.files import RECORD, holds_run, no_run_in, no_such_run, read_json
@@ -98,7 +98,7 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         config = config.stages[-1] if config.stages else config
         for folder in map(Path, filter(None, (config.run.output_dir, config.adapter.folder))):
             if (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
-                return _of_run(folder, config)
+                return _named_base(folder, config, overrides) or _of_run(folder, config)
         where = config.run.output_dir
         if not or_base:
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
@@ -129,6 +129,21 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
 def _may_be_on_hub(target: str) -> bool:
     """Return whether a name can be that of a model on the hub; few have no organisation."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|(distil)?gpt2(-\w+)?", target) is not None
+
+
+def _named_base(folder: Path, config: Config, overrides: list[str]) -> TrainedModel | None:
+    """Return the base model of the command line where what is in a run's folder does not belong on it, or None."""
+    from upweight.runs.checkpoints import holds_adapter
+
+    if not any(one.partition("=")[0].strip() == "base_model" for one in joined_options(overrides)):
+        return None
+    base = Path(config.model.base_model or "")
+    is_adapter = (folder / ADAPTER).is_file()
+    if is_adapter and not holds_adapter(base, folder):
+        return None
+    why = f"it has the adapter of {folder} in it" if is_adapter else f"not the model in {folder}"
+    warn_once(f"base_model: {base} is used, {why}")
+    return TrainedModel(config.model, None, config)
 
 
 def _of_run(folder: Path, config: Config) -> TrainedModel:

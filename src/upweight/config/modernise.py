@@ -37,6 +37,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
     _pretraining(content, findings)
+    _packs(content, findings)
     _lowest_rate(content, findings)
     _sampled_answers(content, findings)
     _rename_precision(content, findings)
@@ -119,6 +120,16 @@ def _pretraining(content: dict[Any, Any], findings: Findings) -> None:
     findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
     content.setdefault("streaming", True)
     content["datasets"] = [{"type": "pretrain", **row} if isinstance(row, dict) else row for row in rows]
+
+
+def _packs(content: dict[Any, Any], findings: Findings) -> None:
+    """Say what a batch counts: with `sample_packing` Axolotl's is of packs, in SFT."""
+    others = ("rl", "reward_model", "process_reward_model")
+    if content.get("sample_packing") is True and not any(asks_for_something(content.get(key)) for key in others):
+        del content["sample_packing"]
+        counts = "rows are always packed, and 'micro_batch_size' counts rows, where Axolotl counts packs"
+        advice = "raise it for steps of as many tokens (`upweight train` prints how many a step has)"
+        findings.notices.append(f"sample_packing: {counts} of 'sequence_len' tokens: {advice}")
 
 
 def _texts_with_images(row: dict[Any, Any], findings: Findings) -> None:

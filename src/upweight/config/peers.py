@@ -9,7 +9,7 @@ from upweight.files import packaged_yaml
 TABLES: dict[str, Any] = packaged_yaml(Path(__file__).with_suffix(".yaml"))
 NO_EFFECT: dict[str, list[str]] = TABLES["no_effect"]
 SATISFIED: dict[str, str] = {key: reason for reason, keys in NO_EFFECT.items() for key in keys}
-PACKED, FUSED_HEAD = SATISFIED["sample_packing"], SATISFIED["trl.use_liger_loss"]
+PACKED, FUSED_HEAD = SATISFIED["pad_to_sequence_len"], SATISFIED["trl.use_liger_loss"]
 STANDARD_SERVER = SATISFIED["vllm.serve_module"]
 REFUSED: dict[str, list[str]] = TABLES["not_here"]
 REASONS: dict[str, str] = {key: reason for reason, keys in REFUSED.items() for key in keys}

@@ -67,7 +67,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return the mapping with each `dotted.key=value` set; `datasets.0.path=x` sets or adds an entry of a list."""
     result = copy_tree(content)
-    for item in _joined_options(overrides):
+    for item in joined_options(overrides):
         key, equals, value = item.partition("=")
         parts = [part for part in re.split(r"[.\[\]]", key.strip()) if part]
         if not equals or not parts or len(parts) > MAX_DEPTH:
@@ -78,24 +78,29 @@ def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, 
     return result
 
 
-def _joined_options(overrides: list[str]) -> Iterator[str]:
-    """Convert `--micro-batch-size 2` and `--trl.beta=0.1` to `micro_batch_size=2` and `trl.beta=0.1`."""
+def joined_options(overrides: list[str]) -> Iterator[str]:
+    """Convert `--micro-batch-size 2`, `--trl.beta=0.1`, `--no-bf16` to `micro_batch_size=2`, `trl.beta=0.1`, ..."""
     items = iter(overrides)
+    following = iter([*overrides[1:], None])
     for item in items:
+        after = next(following)
         if not item.startswith("--"):
             yield item
             continue
         key, equals, value = item[2:].partition("=")
+        is_switch = not equals and key != "set" and (after is None or after.startswith("--"))
+        if is_switch:
+            yield f"{key.removeprefix('no-').replace('-', '_')}={'false' if key.startswith('no-') else 'true'}"
+            continue
         if not equals:
             value = next(items, None)
+            next(following, None)
         if key == "set":  # as other programs write it
             if value is None or "=" not in value:
                 problem = f"--set{'' if value is None else f' {value[:80]}'}: write --set key=value"
                 raise UserError(f"{problem}, such as --set learning_rate=1e-5 or --set trl.beta=0.01.")
             yield value
             continue
-        if value is None:
-            raise UserError(f"{item}: no such option, and no value for a key of that name. Write key=value.")
         yield f"{key.replace('-', '_')}={value}"
 
 

@@ -291,7 +291,8 @@ def _empty_cell(job: EncodeJob, key: str, row: Mapping[str, Any]) -> str | None:
     form = job.encoder.setup.entry.type
     column = getattr(form, f"field_{key}", None) if isinstance(form, UserFormat) else None
     name = column or key
-    is_empty = name in row and (row[name] is None or (isinstance(row[name], str) and not row[name].strip()))
+    value = row.get(name, False)
+    is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
     return name if is_empty and job.encoder.transform is None else None
 
 

@@ -73,6 +73,15 @@ def write_merge_source(merged: Path, adapter: Path) -> None:
     write_text(merged / MERGE_SOURCE, json.dumps(source))
 
 
+def holds_adapter(model: Path, adapter: Path) -> bool:
+    """Return whether a model was merged from the adapter in a folder."""
+    source = read_json(model / MERGE_SOURCE)
+    file = _adapter_weights(adapter)
+    if not source or file is None:
+        return False
+    return source.get("adapter") == str(adapter.resolve()) or source.get("checksum") == checksum(file)
+
+
 def merge_is_stale(merged: Path) -> bool:
     """Return whether the adapter that a merged model was made of has been trained again since."""
     source = read_json(merged / MERGE_SOURCE)

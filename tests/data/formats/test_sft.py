@@ -82,6 +82,22 @@ def test_messages_say_themselves_whether_they_are_trained_on():
     assert chat({"message_field_training_detail": "parts"}, marked)[1] == ["two<|im_end|>", "ur<|im_end|>"]
 
 
+def test_characters_that_no_range_names_are_not_trained_on():
+    keys = {"message_field_training_detail": "parts", "message_field_training": "train"}
+    named = [{"begin_offset": 2, "end_offset": 3, "train": True}]
+    assert chat(keys, [*TALK[:4], {**TALK[4], "parts": named}])[1] == ["two<|im_end|>", "ur<|im_end|>"]
+    asked = [*TALK[:3], {**TALK[3], "content": "four", "parts": named}, {**TALK[4], "parts": []}]
+    assert chat(keys, asked)[1] == ["two<|im_end|>", "ur<|im_end|>"]
+
+
+def test_without_roles_only_messages_that_say_so_are_trained_on():
+    marked = [*TALK[:4], {**TALK[4], "train": True}]
+    entry = {"roles_to_train": [], "message_field_training": "train"}
+    assert chat(entry, marked)[1] == ["four<|im_end|>"]
+    with pytest.raises(RowError, match="'roles_to_train' is empty"):
+        chat(entry)
+
+
 def test_inputs_can_be_trained_on():
     text, trained = chat(train_on_inputs=True)
     assert "".join(trained) == text.removeprefix("<|im_start|>")

@@ -103,11 +103,15 @@ class DatasetSpec(EntryRows):
     message_field_role: str | None = inner(None, "Older spelling of `message_property_mappings.role`.")
     message_field_content: str | None = inner(None, "Older spelling of `message_property_mappings.content`.")
     message_field_training: str | None = inner(None, "Message property that tells whether to train on the message.")
-    message_field_training_detail: str | None = inner(None, "Message property with character spans to train on.")
+    message_field_training_detail: str | None = inner(None, "Message property with the character ranges to train on.")
     roles: dict[str, str | list[str]] | None = inner(None, "Role -> its names in the rows.")
-    roles_to_train: list[str] | None = inner(None, "Roles whose messages are trained on.")
-    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(None, "End-of-text tokens that are trained on.")
-    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(None, "End-of-turn tokens that are trained on.")
+    roles_to_train: list[str] | None = inner(None, "Roles whose messages are trained on. When left out: assistant.")
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(
+        None, "End-of-text tokens that are trained on. When left out: turn, those after trained turns."
+    )
+    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(
+        None, "End-of-turn tokens that are trained on. When left out: `train_on_eos` decides."
+    )
     drop_system_message: bool = inner(False, "Drop system messages.")
     split_thinking: bool = inner(False, "Move the text inside `<think>` tags to the reasoning property of the message.")
     step_separator: str | None = inner(None, "Text between reasoning steps, for process reward models.")

@@ -47,25 +47,31 @@ def conversation_texts(setup: Setup, conversation: Conversation, key: str, first
     messages = conversation.messages
     trained = {number for number in range(first, len(messages)) if _is_trained(setup, messages[number], key)}
     if not trained:
-        roles = " or ".join(setup.entry.roles_to_train or ["assistant"])
+        roles = " or ".join(_roles(setup)) or "'roles_to_train' is empty"
         raise RowError(key, f"at least one turn to train on ({roles})")
     turns = setup.template.turns(conversation, trained)
     return [Text(text, [_with_untrained(setup, text, span, messages, key) for span in spans]) for text, spans in turns]
 
 
+def _roles(setup: Setup) -> list[str]:
+    """Return the roles that are trained on; an empty list leaves the choice to the messages themselves."""
+    return ["assistant"] if setup.entry.roles_to_train is None else setup.entry.roles_to_train
+
+
 def _is_trained(setup: Setup, message: Message, key: str) -> bool:
     flag = message.get(setup.entry.message_field_training or "")
     if flag is None:
-        return message["role"] in (setup.entry.roles_to_train or ["assistant"])
+        detail = message.get(setup.entry.message_field_training_detail or "")
+        return message["role"] in _roles(setup) if detail is None else bool(detail)
     if not isinstance(flag, bool | int):
         raise RowError(f"{key}.{setup.entry.message_field_training}", f"true or false, got {describe_value(flag)}")
     return bool(flag)
 
 
 def _with_untrained(setup: Setup, text: str, span: Span, messages: list[Message], key: str) -> Span:
-    """Return the range of a turn without the parts that `message_field_training_detail` leaves out."""
+    """Return the range of a turn without what `message_field_training_detail` does not name as trained on."""
     name, message = setup.entry.message_field_training_detail or "", messages[span.message]
-    detail, key, untrained = message.get(name), f"{key}.{name}", []
+    detail, key, chosen = message.get(name), f"{key}.{name}", []
     if detail is None:
         return span
     if not text.startswith(message["content"], span.start):
@@ -75,8 +81,13 @@ def _with_untrained(setup: Setup, text: str, span: Span, messages: list[Message]
         begin, end = part.get("begin_offset"), part.get("end_offset")
         if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
             raise RowError(f"{key}[{number}]", "begin_offset, end_offset and train")
-        if not part.get("train"):
-            untrained.append((span.start + begin, span.start + end + 1))
+        if part.get("train"):
+            chosen.append((begin, end + 1))
+    untrained, at = [], 0
+    for begin, end in [*sorted(chosen), (len(message["content"]),) * 2]:
+        if begin > at:
+            untrained.append((span.start + at, span.start + begin))
+        at = max(at, end)
     return replace(span, untrained=tuple(untrained))
 
 
