@@ -121,6 +121,12 @@ def test_data_that_cannot_be_read_are_errors_of_validate(tmp_path, monkeypatch, 
     assert problems == [] if said is None else said in problems[0]
 
 
+def test_a_csv_whose_rows_have_more_cells_than_names_is_an_error_of_validate(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer\nWhy, then?,So.\n")
+    config = parse_config({"base_model": "some/model", "datasets": [{"path": "rows.csv"}]}, folder=tmp_path)
+    assert "row 0 has 3 cells, and line 1 has 2 names: put cells" in next(data_problems(config))
+
+
 FORM = {"field_prompt": "question", "field_completion": "answer", "field_label": "thumbs"}
 
 
