@@ -28,7 +28,20 @@ NAMES = {  # words in the names of columns, the likeliest first
     "rejected": ("rejected", "worse", "bad", "dispreferred", "declined", "loser", "losing", "worst", "negative"),
     "completion": ANSWERED,
     "output": ("output", *ANSWERED),
-    "label": ("label", "desirable", "thumbs", "thumb", "liked", "upvoted", "good", "correct", "rating", "feedback"),
+    "label": (
+        "label",
+        "desirable",
+        "thumbs",
+        "thumb",
+        "liked",
+        "upvoted",
+        "good",
+        "correct",
+        "rating",
+        "feedback",
+        "helpful",
+        "csat",
+    ),
 }
 OTHER = {"other", "alternative", "second"}  # the rejected one of two columns whose names are the same but for a word
 # What rows without a `type` need, by the kind of data: all of one of these.
