@@ -174,6 +174,14 @@ def test_an_empty_cell_is_named_with_the_filter_that_leaves_it_out(run):
     assert "other names" not in str(error.value)
 
 
+def test_a_cell_that_is_no_text_is_not_answered_with_names_of_columns(run):
+    rows = [{"question": asked, "reply": "So."} for asked in ("Why?", 17)]
+    form = {"field_instruction": "question", "field_output": "reply"}
+    with pytest.raises(UserError, match=r"got the number 17, read from 'question'\. Mend the row") as error:
+        run(rows, rl=None, datasets=[{"path": "rows.jsonl", "type": form, "as_messages": True}], chat_template="chatml")
+    assert "other names" not in str(error.value)
+
+
 def test_own_columns_of_a_chat_template_are_mapped(run):
     rows = [{"Question": "Why?", "Reply": "So."}] * 2
     mapping = (
