@@ -1,12 +1,13 @@
 """Trained models that commands are given."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from made_runs import upweight
-from upweight.cli.inputs import find_trained
+from upweight.cli.inputs import find_trained, read_rows
 from upweight.errors import UserError
 from upweight.runs.checkpoints import mark_whole
 from upweight.runs.files import no_such_run
@@ -40,6 +41,17 @@ def test_names_that_are_not_there_are_answered_with_those_that_are(tmp_path, mon
         find_trained("nope", [])
     assert find_trained("some-org/nope", []).model.base_model == "some-org/nope"
     assert find_trained("gpt2", []).model.base_model == "gpt2"
+
+
+@pytest.mark.parametrize("content", ["question,answer\nWhy?,So.\n", "question;answer\nWhy?;So.\n"])
+def test_a_table_is_answered_with_the_command_that_writes_its_json_lines(tmp_path, content, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asked.csv").write_text(content)
+    with pytest.raises(UserError, match=r"asked\.csv: is a table") as error:
+        read_rows(Path("asked.csv"))
+    command = shlex.split(str(error.value).split("`")[3])
+    exec(command[2].replace("YOUR COLUMN", "question"), {})
+    assert read_rows(Path("asked.jsonl")) == [{"prompt": "Why?", "answer": "So."}]
 
 
 def test_watch_in_text_of_a_run_that_is_not_there(tmp_path):

@@ -40,6 +40,17 @@ def test_an_outcome_reward_model_prefers_what_it_was_trained_to(model_folder, tm
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
 
 
+def test_the_head_of_an_adapter_is_not_called_fresh(model_folder, tmp_path, caplog):
+    config = write_config(tmp_path, model_folder, **{**ORM, **LORA, "max_steps": 1})
+    with caplog.at_level("INFO", "upweight"):
+        train(load_config(config))
+        assert "fresh head: score.weight" in caplog.text
+        caplog.clear()
+        train(load_config(config, [f"lora_model_dir={tmp_path / 'out'}", f"output_dir={tmp_path / 'next'}"]))
+    assert "adapter: the one in" in caplog.text
+    assert "fresh head" not in caplog.text
+
+
 def test_a_process_reward_model_scores_each_step(model_folder, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     steps = [

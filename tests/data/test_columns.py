@@ -121,6 +121,12 @@ def test_data_that_cannot_be_read_are_errors_of_validate(tmp_path, monkeypatch, 
     assert problems == [] if said is None else said in problems[0]
 
 
+def test_a_csv_whose_rows_have_more_cells_than_names_is_an_error_of_validate(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer\nWhy, then?,So.\n")
+    config = parse_config({"base_model": "some/model", "datasets": [{"path": "rows.csv"}]}, folder=tmp_path)
+    assert "row 0 has 3 cells, and line 1 has 2 names: put cells" in next(data_problems(config))
+
+
 FORM = {"field_prompt": "question", "field_completion": "answer", "field_label": "thumbs"}
 
 
@@ -173,6 +179,14 @@ def test_an_empty_conversation_is_named_with_the_filter_that_leaves_it_out(run):
     rows = [{"conversations": talk}, {"conversations": []}]
     with pytest.raises(UserError, match=r"row 1 .*Its 'conversations' is empty: `filter: filters\.keep`"):
         run(rows, rl=None, datasets=[{"path": "rows.jsonl", "type": "sharegpt"}], chat_template="chatml")
+
+
+def test_a_cell_that_is_no_text_is_not_answered_with_names_of_columns(run):
+    rows = [{"question": asked, "reply": "So."} for asked in ("Why?", 17)]
+    form = {"field_instruction": "question", "field_output": "reply"}
+    with pytest.raises(UserError, match=r"got the number 17, read from 'question'\. Mend the row") as error:
+        run(rows, rl=None, datasets=[{"path": "rows.jsonl", "type": form, "as_messages": True}], chat_template="chatml")
+    assert "other names" not in str(error.value)
 
 
 def test_own_columns_of_a_chat_template_are_mapped(run):

@@ -18,6 +18,7 @@ from upweight.log import warn_once
 from upweight.runs.files import RECORD, holds_run, no_run_in, no_such_run, read_json
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
+TABLES = (".csv", ".tsv", ".parquet")  # endings of files whose lines are no rows
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,14 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def text_of(file: Path) -> str:
-    """Return the text of a file."""
+    """Return the text of a file of lines."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
+    if file.suffix.lower() in TABLES:
+        kind, how = ("parquet", "") if file.suffix.lower() == ".parquet" else ("csv", ", sep=None, engine='python'")
+        read = f"pandas.read_{kind}({str(file)!r}{how}).rename(columns={{'YOUR COLUMN': 'prompt'}})"
+        command = f"python -c \"import pandas; {read}.to_json({file.stem + '.jsonl'!r}, orient='records', lines=True)\""
+        raise UserError(f"{file}: is a table, and JSON lines with a column `prompt` are read: `{command}` writes them")
     with utf8_from(file):
         return file.read_text(encoding="utf-8")
 

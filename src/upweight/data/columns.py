@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Columns that a `type` mapping can name, by the kind of data.
 ROLES = {
@@ -28,7 +28,20 @@ NAMES = {  # words in the names of columns, the likeliest first
     "rejected": ("rejected", "worse", "bad", "dispreferred", "declined", "loser", "losing", "worst", "negative"),
     "completion": ANSWERED,
     "output": ("output", *ANSWERED),
-    "label": ("label", "desirable", "thumbs", "thumb", "liked", "upvoted", "good", "correct", "rating", "feedback"),
+    "label": (
+        "label",
+        "desirable",
+        "thumbs",
+        "thumb",
+        "liked",
+        "upvoted",
+        "good",
+        "correct",
+        "rating",
+        "feedback",
+        "helpful",
+        "csat",
+    ),
 }
 OTHER = {"other", "alternative", "second"}  # the rejected one of two columns whose names are the same but for a word
 # What rows without a `type` need, by the kind of data: all of one of these.
@@ -39,6 +52,7 @@ PLAIN = {
     "prompts": (("prompt",),),
 }
 LONGEST_LINE = 1 << 22  # characters that are read of a file to find its first row
+csv.field_size_limit((1 << 31) - 1)  # characters of a cell: the module's 131,072 are fewer than long documents have
 
 
 def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
@@ -105,10 +119,28 @@ def misses_columns(kind: str, columns: Iterable[str]) -> bool:
 
 
 def csv_separator(file: Path, line: str) -> str:
-    """Return what separates the cells of a CSV, by its first line: where commas separate nothing, `;` or a tab may."""
+    """Return what separates the cells of a CSV, by its first line: `;`, a tab or `|` where commas do not."""
     if ".tsv" in file.suffixes:
         return "\t"
-    return next((one for one in ",;\t" if len(next(csv.reader([line], delimiter=one), ())) > 1), ",")
+    return next((one for one in ",;\t|" if len(next(csv.reader([line], delimiter=one), ())) > 1), ",")
+
+
+def csv_rows(file: Path, opened: TextIO) -> "csv.DictReader[str]":
+    """Return a reader of the rows of an opened CSV; a column without a name gets the one that pandas gives it."""
+    line = opened.readline()
+    rows = csv.DictReader(chain([line], opened), delimiter=csv_separator(file, line))
+    rows.fieldnames = [name or f"Unnamed: {number}" for number, name in enumerate(rows.fieldnames or ())]
+    return rows
+
+
+def surplus_cells(row: Mapping[Any, Any]) -> str | None:
+    """Return what is wrong with a row of `csv_rows` that has more cells than there are names; None for others."""
+    if None not in row:
+        return None
+    remedy = "put cells that hold the separator into double quotes, and write a quote in them twice"
+    if not any(row[None]):
+        remedy = "it ends in a separator, so end line 1 in one too"
+    return f"has {len(row) - 1 + len(row[None])} cells, and line 1 has {len(row) - 1} names: {remedy}"
 
 
 def first_row(file: Path) -> dict[str, Any] | None:
@@ -117,8 +149,7 @@ def first_row(file: Path) -> dict[str, Any] | None:
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as opened:
             if plain.suffix in (".csv", ".tsv"):
-                line = opened.readline()
-                return next(csv.DictReader(chain([line], opened), delimiter=csv_separator(file, line)), None)
+                return next(csv_rows(file, opened), None)
             if plain.suffix not in (".jsonl", ".json", ".ndjson"):
                 return None
             text = opened.read(LONGEST_LINE).lstrip()

@@ -280,6 +280,8 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         columns = (
             f". The row has {', '.join(map(str, content))}: they are empty, or `chat_template` writes none of them"
         )
+    elif isinstance(content, Mapping) and (name := _mapped_column(job, key)) in content:
+        columns = f", read from {name!r}. Mend the row, or leave it out by `filter`"
     elif isinstance(content, Mapping) and key not in (*content, "images") and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"
@@ -294,6 +296,14 @@ def _empty_cell(job: EncodeJob, key: str, row: Mapping[str, Any]) -> str | None:
     value = row.get(name, False)
     is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
     return name if is_empty and job.encoder.transform is None else None
+
+
+def _mapped_column(job: EncodeJob, key: str) -> str | None:
+    """Return the column that a mapping reads for a key; None unless it maps all that the method reads."""
+    form, roles = job.encoder.setup.entry.type, ROLES.get(job.encoder.setup.method.formats(), ())
+    role = key if key in roles else {"prompt": "instruction", "completion": "output"}.get(key)
+    is_whole = isinstance(form, UserFormat) and {f"field_{one}" for one in roles} <= form.model_fields_set
+    return getattr(form, f"field_{role}") if is_whole and role in roles else None
 
 
 def _rename_advice(job: EncodeJob, row: Mapping[str, Any]) -> str:

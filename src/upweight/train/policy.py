@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
+from upweight.models.adapters.merge import AdapterFolder
 from upweight.models.kernels.tiled_mlp import tile_blocks
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
 from upweight.models.memory import FORWARD_SHARE, Savings, TokenBytes, free_memory, training_bytes
@@ -135,8 +137,24 @@ def _load_base_model(
     fitted, seed = tokenizer if objects.chat_template_path is None else None, config.optim.seed
     with rank0_reads_weights(low_memory and sharding == "fsdp"), zero3_partitioned_loading(shard_config):
         return load_model(
-            config.model, weight_dtype, head=config.method.head, tokenizer=fitted, adapter=config.adapter, seed=seed
+            config.model,
+            weight_dtype,
+            head=config.method.head,
+            tokenizer=fitted,
+            adapter=config.adapter,
+            seed=seed,
+            head_follows=_brings_head(config),
         )
+
+
+def _brings_head(config: Config) -> bool:
+    """Return whether the adapter that a config begins with holds a score head as the method trains one."""
+    folder = Path(config.adapter.folder or "")
+    if config.method.head == "tokens" or not (folder / "adapter_config.json").is_file():
+        return False
+    with suppress(ValueError):  # of a damaged file, which is said where it is loaded
+        return AdapterFolder(config.model, folder).head() == config.method.head
+    return False
 
 
 def _add_template_tokens(model: Model, config: Config, objects: Objects, tokenizer: Tokenizer) -> None:

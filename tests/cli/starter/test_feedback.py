@@ -4,6 +4,7 @@ import csv
 import logging
 import re
 import runpy
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,28 @@ def test_what_is_noted(tmp_path, caplog, text, options, note):
     new(tmp_path / "mine.csv", model=MODEL, output=tmp_path / "config.yaml", yes=True, **options)
     assert note in caplog.text
     assert "holds ratings" not in caplog.text
+
+
+@pytest.mark.parametrize("marks", [["1", "2", "4", "5.0", "N/A", ""], ["0.1", "0.2", "0.8", "0.9"]])
+def test_the_filter_that_is_proposed_keeps_the_upper_half_of_ratings(tmp_path, caplog, marks):
+    caplog.set_level(logging.INFO)
+    lines = "".join(f"Why {n}?,So {n}.,{marks[n % len(marks)]}\n" for n in range(12))
+    (tmp_path / "mine.csv").write_text("question,reply,csat score\n" + lines)
+    new(tmp_path / "mine.csv", model=MODEL, output=tmp_path / "config.yaml", yes=True)
+    code: dict[str, Any] = {}
+    exec(re.search(r"`(def good.*?)` in mine.py", caplog.text)[1], code)
+    assert [mark for mark in marks if code["good"]({"csat score": mark})] == marks[2:4]
+
+
+def test_whether_an_answer_helped_is_a_label(written):
+    lines = "".join(f"Why {n}?,So {n}.,{('Yes', 'No', 'yes', '')[n % 4]}\n" for n in range(8))
+    rows = written("Question,Response,Was this helpful?\n" + lines)
+    assert [row["label"] for row in rows] == [True, False, True] * 2
+
+
+def test_dates_are_no_texts(refused):
+    text = "Am;Frage;Erwiderung\n" + "".join(f"03.11.2026 14:0{n};Wer ist {n}?;Es ist {n}.\n" for n in range(3))
+    assert "--columns prompt=Frage,completion=Erwiderung`" in refused(text)[0]
 
 
 def test_marks_in_several_spellings_are_all_read(written):

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -73,6 +74,38 @@ def test_two_answers_raise_the_question_whether_they_are_a_pair():
 def test_columns_that_nobody_knows():
     with pytest.raises(UserError, match=r"no column is recognised among a, b\..*--columns prompt=a,completion=b`"):
         propose(Table(Path("mine.csv"), [{"a": "Why so?", "b": "It is so."}]))
+
+
+def test_a_csv_without_names_of_columns():
+    rows = [{"How do I pay?": "Where is it?", "By card.": "At the door."}]
+    with pytest.raises(UserError, match="Line 1 seems to be a row: put a line of names before it"):
+        propose(Table(Path("mine.csv"), rows))
+
+
+def test_conversations_that_are_one_text_are_answered_with_a_transform():
+    row = {"id": 7, "transcript": "Customer: It is late.\nAgent: Sorry!\nCustomer: Well: when?"}
+    with pytest.raises(UserError, match=r"'transcript' holds .* of 'Customer' and 'Agent': `type: mine.transform`"):
+        propose(Table(Path("mine.csv"), [row]))
+    page = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+    code: dict[str, Any] = {}
+    exec(re.search(r"```python\n(import re.*?)```", page, re.DOTALL)[1], code)
+    said = [("user", "It is late."), ("assistant", "Sorry!"), ("user", "Well: when?")]
+    assert code["transform"](None)(row)["messages"] == [{"role": role, "content": text} for role, text in said]
+
+
+def test_a_config_is_no_file_of_rows(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base_model: some/model\n")
+    with pytest.raises(UserError, match=r"is a config, not a file of rows: `upweight train \S+mine\.yaml`"):
+        new(tmp_path / "mine.yaml", yes=True, output=tmp_path / "config.yaml")
+
+
+def test_rows_without_the_answer_that_a_reward_reads_are_left_out(tmp_path, model):
+    rows = [{"question": f"What is {n}?", "answer": str(n) if n % 4 else ""} for n in range(8)]
+    write_csv(tmp_path / "quiz.csv", rows)
+    output = tmp_path / "config.yaml"
+    new(tmp_path / "quiz.csv", model=str(model), method="grpo", output=output, yes=True)
+    assert yaml.safe_load(output.read_text())["datasets"][0]["filter"] == "filters.keep"
+    assert "['question', 'answer']" in (tmp_path / "filters.py").read_text()
 
 
 def test_conversations_in_the_cells_of_a_csv(tmp_path, model):

@@ -101,7 +101,7 @@ def test_cells_of_a_csv_stay_text(folder):
     ]
 
 
-@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_spreadsheets_that_separate_cells_otherwise_are_read(folder, separator, streaming):
     lines = (["prompt", "chosen"], ["Why, then?", "So; so."])
@@ -118,6 +118,8 @@ def test_spreadsheets_that_separate_cells_otherwise_are_read(folder, separator, 
         ("a,b\n1,2\n3,4,5\n", "line 3"),
         ("", "is empty"),
         ("a,a\n1,2\n", "column 'a' appears twice"),
+        ('a,b\n\n"x\ny",2,3\n4,5,6\n', r"bad\.csv:4: has 3 cells, and line 1 has 2 names: put cells"),
+        ("a,b\n1,2,\n3,4,\n", "it ends in a separator, so end line 1 in one too"),
         ("a,b\n\n", "has no rows"),
         ("a,b\n\xe9,2\n", "`iconv -f cp1252 -t utf-8"),
     ],
@@ -126,6 +128,17 @@ def test_a_bad_csv_is_explained(folder, content, message):
     (folder / "bad.csv").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=message):
         prompts(folder, path="bad.csv")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_without_a_name_and_long_cells_are_read(folder, streaming):
+    long = "word " * 40_000
+    (folder / "index.csv").write_text(f",prompt,answer,,\n0,{long},So.,,\n")  # as pandas writes its index
+    opened = open_entry(DatasetSpec(path="index.csv", streaming=streaming), "datasets[0]", folder)
+    (row,) = (opened.first_rows(1) if streaming else opened).rows().take(0, 1)
+    assert (row["prompt"], row["answer"]) == (long, "So.")
+    assert set(row) - {"prompt", "answer"} == {"Unnamed: 0", "Unnamed: 3", "Unnamed: 4"}
+    assert row == first_row(folder / "index.csv")
 
 
 def test_a_table_without_rows_is_explained(folder):

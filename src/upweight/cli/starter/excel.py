@@ -1,4 +1,4 @@
-"""Files of spreadsheets that are no CSV: what to do with them."""
+"""Files that hold no rows as they are: those of spreadsheets, and configs; what to do with them."""
 
 import shlex
 from pathlib import Path
@@ -10,7 +10,9 @@ WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 
 
 def refuse_export(file: Path) -> None:
-    """Raise a UserError with the way out where a file is a workbook, or a CSV whose first line is for Excel alone."""
+    """Raise a UserError with the way out for a workbook, a CSV whose first line is for Excel alone, and a config."""
+    if file.suffix.lower() in (".yaml", ".yml"):
+        raise UserError(f"{file}: is a config, not a file of rows: `upweight train {shlex.quote(str(file))}`.")
     if file.suffix.lower() in WORKBOOKS:
         raise UserError(f"{file}: is a workbook, which is not read: {EXCEL}; then `upweight new` with that file.")
     with file.open("rb") as opened:

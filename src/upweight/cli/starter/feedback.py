@@ -16,6 +16,8 @@ GOOD = ("good", "true", "1", "1.0", "yes", "y", "up", "positive", "correct", "ri
 BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "wrong", "disliked", "dislike",
        "unhelpful", "rejected", "reject", "undesirable", "fail", "-", "thumbs down", "thumbs_down", "👎")  # fmt: skip
 MOST_MARKS = 10  # different ones, of which a command can name each
+RATED = ("rating", "score", "star", "grade", "quality", "csat", "satisfaction")  # in names of columns of ratings
+UNRATED = ("", "n/a", "na", "nan", "none", "null", "-")  # cells of such a column in rows that nobody rated
 
 
 def preference(table: Table) -> Preference | None:
@@ -92,9 +94,18 @@ def is_label(value: Any) -> bool:
 
 def is_rating(name: str, table: Table) -> bool:
     """Return whether a column holds numbers that grade rows; cells may be empty."""
-    named = any(word in name.lower() for word in ("rating", "score", "star", "grade", "quality"))
-    values = [value for value in table.values(name) if value]
-    return named and bool(values) and all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
+    return any(word in name.lower() for word in RATED) and bool(_ratings(name, table))
+
+
+def _ratings(name: str, table: Table) -> list[str]:
+    """Return the different numbers in a column, the lowest first; nothing where it holds words too."""
+    values = [value for value in table.values(name) if value.lower() not in UNRATED]
+    is_number = all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
+    return sorted(values, key=float) if is_number else []
+
+
+def _middle(ratings: Sequence[str]) -> float:
+    return (float(ratings[0]) + float(ratings[-1])) / 2
 
 
 def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
@@ -165,7 +176,11 @@ def label_advice(name: str, values: Sequence[str]) -> str:
 
 def rating_advice(name: str, table: Table) -> str:
     """Return what a column of ratings is good for."""
-    good = f"def good(row): return float(row[{name!r}] or 0) >= 4"
+    ratings = _ratings(name, table)
+    lowest = next((one for one in ratings if float(one) > _middle(ratings)), ratings[-1])
+    unrated = [value for value in table.values(name) if value and value not in ratings]
+    rated = f"row[{name!r}] not in {unrated} and " if unrated else ""
+    good = f"def good(row): return {rated}float(row[{name!r}] or 0) >= {lowest}"
     return (
         f"{name!r} holds ratings, and sft trains on all rows, also on badly rated ones. To train on good rows only: "
         f"`filter: mine.good` in the entry, with `{good}` in mine.py. kto learns from good and bad ones: "
@@ -183,10 +198,10 @@ def ratings_to_name(table: Table) -> str | None:
 
 def _ask_ratings(name: str, table: Table) -> str:
     """Return the command that says which ratings are good and which bad: the upper and the lower half of them."""
-    values = sorted((value for value in table.values(name) if value), key=float)
+    values = _ratings(name, table)
     if len(values) > MOST_MARKS:
         return f"write true or false in place of the {len(values)} different values of {name!r}"
-    middle = (float(values[0]) + float(values[-1])) / 2
+    middle = _middle(values)
     given = ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
     known = {"label": name}
     return table.ask_for("labelled", known, f" --values {shlex.quote(given)}").removesuffix("`") + " --method kto`"

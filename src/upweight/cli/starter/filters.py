@@ -71,8 +71,9 @@ def repeated_notes(plan: Plan) -> list[str]:
 
 
 def _needed(plan: Plan) -> list[str]:
-    """Return the columns of text that the method cannot do without."""
+    """Return the columns of text that the method, and the reward of right answers, cannot do without."""
     form, columns = plan.entry.get("type"), plan.table.columns
+    answers = [plan.answer] if plan.answer else []
     if isinstance(form, dict):
         marks = (form.get("field_label"), form.get("field_winner"))
         names = [name for name in mapped_columns(plan.entry) if name not in marks]
@@ -80,7 +81,7 @@ def _needed(plan: Plan) -> list[str]:
         return []
     else:
         names = [name for name in TEXTS[KINDS[plan.method]] if name in columns]
-    return [name for name in names if any(isinstance(row.get(name), str) for row in plan.rows)]
+    return [name for name in (*names, *answers) if any(isinstance(row.get(name), str) for row in plan.rows)]
 
 
 def _is_empty(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """`upweight new`: three questions (the file, the model, the method), and a config for the user's own rows."""
 
-import json
 import re
 import shlex
 import sys
@@ -18,6 +17,7 @@ from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
 from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mapped_columns, prompt_column, text_of
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
+from upweight.cli.starter.unrecognised import unrecognised
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
 from upweight.log import fitted, logger
@@ -34,7 +34,7 @@ SEQUENCE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def new(
-    file: Annotated[Path | None, typer.Argument(help="Your rows, as .csv or .jsonl; asked otherwise.")] = None,
+    file: Annotated[Path | None, typer.Argument(help=f"Your rows: {', '.join(DATA_FILES)}; asked otherwise.")] = None,
     *,
     model: Annotated[str | None, typer.Option(help="Hub id or folder of a model; asked otherwise.")] = None,
     method: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; proposed and asked otherwise.")] = None,
@@ -135,22 +135,7 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
         return "sft", why + feedback.second_answer_advice(table)
     if "prompt" in table.roles("prompts"):
         return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
-    known = "prompt with chosen and rejected, completion and label, completion, or messages"
-    problem = f"no column is recognised among {', '.join(columns)}. Expected {known} (upweight docs formats)"
-    if talk := next((name for name in columns if rows and _is_conversation(rows[0].get(name))), None):
-        entry = f"datasets: [{{path: {table.file}, type: chat_template, field_messages: {talk}}}]"
-        remedy = f"{talk!r} holds conversations: call that column `messages` in the file, or write a config with"
-        raise UserError(f"{problem}. {remedy} `{entry}`.")
-    raise UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")
-
-
-def _is_conversation(value: Any) -> bool:
-    """Return whether a cell holds a list of messages, or JSON text of one."""
-    if isinstance(value, str) and value.startswith("["):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
+    raise unrecognised(table)
 
 
 def _table_of(file: Path) -> Table:

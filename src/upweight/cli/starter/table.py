@@ -58,8 +58,9 @@ class Table:
         return list(dict.fromkeys(word_of(row.get(name)) for row in self.rows))
 
     def texts(self) -> list[str]:
-        """Return the columns that hold more than words."""
-        return [name for name in self.columns if any(" " in value for value in self.values(name))]
+        """Return the columns that hold more than words, and more than dates."""
+        texts = {name: [value for value in self.values(name) if " " in value] for name in self.columns}
+        return [name for name, values in texts.items() if any(re.search(r"[^\W\d_]{2}", value) for value in values)]
 
     def ask_for(self, kind: str, known: Mapping[str, str] | None = None, more: str = "") -> str:
         """Return the command that says which columns are meant, with the columns that are recognised or likely."""

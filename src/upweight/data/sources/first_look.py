@@ -7,7 +7,7 @@ from typing import Any
 from upweight.config import Config
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
-from upweight.data.columns import PLAIN, ROLES, first_row, mapping_advice, misses_columns
+from upweight.data.columns import PLAIN, ROLES, first_row, mapping_advice, misses_columns, surplus_cells
 from upweight.data.raw_row import Row, RowError, marked, read_label
 from upweight.data.sources.lookup import (
     FILE_KINDS,
@@ -82,7 +82,11 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
     if files and row is None and FILE_KINDS.get(file_suffix(files[0])) in ("json", "csv"):
         yield from (f"{entry_name(entry, key)}: {one}" for one in [encoding_problem(files[0], FIRST_LINES)] if one)
     kind = config.method.formats()
-    problem = missing_columns(kind, entry, row) or _unread_label(kind, entry, row) if row is not None else None
+    problem = None
+    if row is not None and (surplus := surplus_cells(row)) is not None:
+        problem = f"row 0 {surplus}"
+    elif row is not None:
+        problem = missing_columns(kind, entry, row) or _unread_label(kind, entry, row)
     if problem is not None:
         yield f"{entry_name(entry, key)}: {problem}"
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from upweight.config import Config
 from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
-from upweight.data.columns import csv_separator
+from upweight.data.columns import csv_rows, surplus_cells
 from upweight.data.images.row_images import undecoded
 from upweight.data.sources.lookup import (
     ALIASES,
@@ -354,13 +354,15 @@ def _csv_options(kind: str, file: Path) -> dict[str, Any]:
         return {}
     opener = COMPRESSED.get(file.suffix.lower(), open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as content:
-        separator = csv_separator(file, line := content.readline())
-        header = next(csv.reader(chain([line], content), delimiter=separator), None)
-        has_rows = any(line.strip() for line in content)
+        rows = csv_rows(file, content)
+        header, separator = list(rows.fieldnames or ()), rows.reader.dialect.delimiter
+        first = next((row for row in rows if any(str(cell).strip() for cell in row.values() if cell)), None)
     if not header:
         raise UserError(f"{file}: is empty. A CSV begins with a line of column names.")
-    if not has_rows:
+    if first is None:
         raise UserError(f"{file}: has no rows.")
+    if (problem := surplus_cells(first)) is not None:  # which pandas would read shifted, the first cells as an index
+        raise UserError(f"{file}:{rows.line_num}: {problem}.")
     if repeated := sorted({name for name in header if header.count(name) > 1}):
         raise UserError(f"{file}:1: the column {repeated[0]!r} appears twice.")
     text = datasets.Features({name: datasets.Value("string") for name in header})

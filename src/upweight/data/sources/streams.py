@@ -6,7 +6,6 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
-from upweight.data.columns import csv_separator
+from upweight.data.columns import csv_rows, surplus_cells
 from upweight.data.sources.raw_files import COMPRESSED, explained_encoding
 from upweight.data.sources.text_files import parse_line
 from upweight.errors import UserError
@@ -249,10 +248,9 @@ def _read_csv(path: Path, position: Position) -> Chunks:
     opener = COMPRESSED.get(path.suffix.lower(), open)
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
         rows: list[dict[str, Any]] = []
-        line = file.readline()
-        for cells in csv.DictReader(chain([line], file), delimiter=csv_separator(path, line)):
-            if None in cells:
-                raise UserError(f"{path}: row {row} has more cells than the first line has names.")
+        for cells in csv_rows(path, file):
+            if (problem := surplus_cells(cells)) is not None:
+                raise UserError(f"{path}: row {row} {problem}.")
             row += 1
             if row > done:
                 rows.append(cells)
