@@ -134,6 +134,7 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
             "accelerator_config: 'num_steps' is not supported",
         ),
         ({"accelerator_config": 3}, "accelerator_config: '3' is not supported"),
+        ({"rl": "dpo", "dpo_loss_type": "kto"}, "dpo_loss_type: expected a list of sigmoid, hinge, ipo, "),
         ({"plugins": ["some.Plugin"]}, "plugins: 'some.Plugin' is not supported."),
         ({"flash_attention": True, "flex_attention": True}, "flash_attention and flex_attention are set. Keep one."),
         ({"flash_attention": True, "attn_implementation": "sdpa"}, "flash_attention and attn_implementation are set."),

@@ -59,6 +59,14 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, capl
     assert time.monotonic() - start < 60
 
 
+def test_a_hub_that_cannot_be_reached_is_no_wrong_name(unreachable):
+    unreached = r"hub_model_id: no repository: the hub \(.*\) cannot be reached \(.*\. Drop it"
+    with pytest.raises(UserError, match=unreached), hub.hub_errors("no repository"):
+        get_session().get(constants.ENDPOINT)
+    with pytest.raises(UserError, match=r"no repository: 401\. Log in"), hub.hub_errors("no repository"):
+        raise ValueError("401")
+
+
 def test_datasets_are_not_asked_for_again(unreachable, tmp_path):
     with pytest.raises(UserError, match="cannot be loaded from the hub"):
         open_entry(DatasetSpec(path="someone/rows"), "datasets[0]", tmp_path)

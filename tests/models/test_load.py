@@ -201,6 +201,12 @@ def test_a_model_that_is_not_there_is_an_error_with_the_place_and_the_remedy(set
         load_model(ModelSection(**settings), torch.float32)
 
 
+def test_the_folder_of_an_adapter_is_named_with_its_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    with pytest.raises(UserError, match=r"base_model: .*holds an adapter of some/base: .*lora_model_dir; .*PeftModel"):
+        load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
+
+
 def test_an_empty_folder_and_missing_weights_are_told_apart(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(UserError, match="could not load the config of"):

@@ -196,6 +196,11 @@ def test_remedies_name_keys_that_exist():
         assert key in words
 
 
+def test_a_metric_that_has_to_be_0_is_not_compared_with_0():
+    (verdict,) = (one for one in verdicts(run_of(HEALTHY, {"grad_norm": 0.0}, steps=40)) if one.name == "no gradient")
+    assert "(grad_norm 0, for " in verdict.line()
+
+
 def test_a_first_lucky_completion_is_no_solved_task():
     """Nothing is earned but by one completion in ten steps: groups score alike because none scores at all."""
     lucky = {"reward": lambda step: 0.004 if step % 8 == 7 else 0.0, "reward_std": lambda step: 0.03 * (step % 8 == 7),

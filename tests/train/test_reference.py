@@ -26,6 +26,7 @@ def test_training_is_the_same_without_a_reference(name, adapter, tmp_path):
     plain = trainer_for(METHODS[name](), tmp_path, rows=rows, adapter=adapter, budget=64)
     ahead = trainer_for(METHODS[name](precompute_ref_log_probs=True), tmp_path, rows=rows, adapter=adapter, budget=64)
     assert isinstance(ahead.train_dataset, RowsWithReference)
+    assert "array" not in repr(ahead.train_dataset)  # which a notebook shows
     assert ahead.runner.reference is None
     assert plain.runner.reference is not None
     plain.train()

@@ -68,6 +68,8 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     if not expected:
         return f"{item['msg'][:1].lower()}{item['msg'][1:]}, got {brief(value)}"
     choices = [choice for part in allowed for choice in literals(part)]
+    if expected == ["a list"] and isinstance(value, str) and choices and value not in choices:
+        expected = [f"a list of {', '.join(choices)}"]
     hint = ""
     if isinstance(value, str):
         hint = did_you_mean(value, choices, cutoff=0.7) or _corrected_form(value, expected, allowed)

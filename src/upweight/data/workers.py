@@ -275,6 +275,8 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     if isinstance(content, Mapping) and (name := _empty_cell(job, key, content)) is not None:
         keep = f"def keep(row): return bool(row[{name!r}])"
         remedy = f"`filter: filters.keep` in the entry leaves such rows out, with `{keep}` in filters.py"
+        if _of_script(job):
+            remedy = f"`filter(lambda row: row[{name!r}])` of the dataset leaves such rows out"
         columns = f". Its {name!r} is empty: {remedy}"
     elif isinstance(content, Mapping) and key == "row":
         columns = (
@@ -306,10 +308,15 @@ def _mapped_column(job: EncodeJob, key: str) -> str | None:
     return getattr(form, f"field_{role}") if is_whole and role in roles else None
 
 
+def _of_script(job: EncodeJob) -> bool:
+    """Whether a script passed the rows."""
+    return any(isinstance(source, GivenTable) for source in job.rows.sources)
+
+
 def _rename_advice(job: EncodeJob, row: Mapping[str, Any]) -> str:
     """Return the advice on how to read columns with other names: the mapping to paste where they can be recognised."""
     kind = job.encoder.setup.method.formats()
-    if any(isinstance(source, GivenTable) for source in job.rows.sources):
+    if _of_script(job):
         return "`rename_column` of the dataset changes the names of columns"
     if job.encoder.setup.entry.type is None and (mapping := mapping_advice(kind, row)) is not None:
         return f"Add to {job.where}: {mapping}"

@@ -1,6 +1,7 @@
 """Whether the hub can be reached, asked once; and the models that this machine has without it."""
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,15 @@ def _demo_files() -> Iterator[Path]:
         yield from sorted((root / DEMO_MODELS).glob("*/*.gguf"))
 
 
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether no answer came: the name of the host is unknown, the connection was refused or broke, or time ran out."""
+    while error is not None:
+        if isinstance(error, socket.gaierror | ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @contextmanager
 def hub_errors(problem: str) -> Iterator[None]:
     """Raise errors of the hub as a `UserError` that names the key."""
@@ -90,6 +100,9 @@ def hub_errors(problem: str) -> Iterator[None]:
     except Exception as error:  # errors of the hub and of its HTTP library have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "Log in with `hf auth login`, correct the name, or drop it."
+        if _is_of_network(error):
+            reason = f"the hub ({constants.ENDPOINT}) cannot be reached ({reason})"
+            remedy = "Drop it, and push the folder later."
         if constants.HF_HUB_OFFLINE:
             reason, remedy = (
                 "the hub is not asked, as HF_HUB_OFFLINE is set",

@@ -32,6 +32,7 @@ from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
 from upweight.models.score_heads import add_score_class
 from upweight.models.vision import require_family, vision_family
+from upweight.runs.files import read_json
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
@@ -75,6 +76,21 @@ def teacher_source(
     return ModelSection(base_model=source, trust_remote_code=student.trust_remote_code, revision=revision)
 
 
+def _remedy_of_folder(folder: Path, key: str, problem: str) -> str:
+    """Return what a folder holds in place of a whole model, and what to do."""
+    if files := sorted(folder.glob("*.gguf")):
+        return f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file() and not (folder / "config.json").is_file():
+        base = read_json(adapter).get("base_model_name_or_path") or "another model"
+        as_object = f"PeftModel.from_pretrained(base, '{folder}', is_trainable=True)"
+        return (
+            f"the folder holds an adapter of {base}: name that model, and the folder as lora_model_dir; a script loads "
+            f"the base and passes {as_object}"
+        )
+    return f"the folder does not hold a whole one: {broken_weights(folder) or problem}"
+
+
 @contextmanager
 def load_failures(key: str, source: str, what: str) -> Iterator[None]:
     """Turn the failures of loading from `source` into user errors with a remedy."""
@@ -99,9 +115,7 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
         elif "does not recognize this architecture" in text:
             remedy = f"transformers {transformers.__version__} does not know its type; a later version may"
         elif Path(source).is_dir():
-            remedy = f"the folder does not hold a whole one: {broken_weights(Path(source)) or first}"
-            if files := sorted(Path(source).glob("*.gguf")):
-                remedy = f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
+            remedy = _remedy_of_folder(Path(source), key, first)
         elif is_offline():
             why = "HF_HUB_OFFLINE is set, or it cannot be reached"
             remedy = f"it is not on this machine, and the hub is not asked ({why}). {_models_to_name(key)}"

@@ -169,6 +169,9 @@ def checkpoint_to_resume(resume_from: str | bool | Path | None, run_folder: Path
         return None
     if resume_from is not True:
         folder = Path(resume_from).expanduser()
+        if not folder.is_dir():
+            there = ", ".join(str(path) for _, path in checkpoints_of(folder.parent)) or "none"
+            raise UserError(f"resume_from_checkpoint: there is no folder {folder}. Checkpoints beside it: {there}.")
         if (folder / WHOLE).exists() and (reason := damage(folder)):
             raise UserError(f"resume_from_checkpoint: {folder} is damaged: {reason}. Name another.")
         return folder

@@ -91,8 +91,9 @@ class Verdict:
 
     def seen(self) -> str:
         """Return the meaning with the evidence."""
-        limit = f"{SIGNS[self.relation]} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
-        return f"{self.meaning} ({self.metric} {self.value:.4g}, {limit}, for {self.steps} steps)"
+        limit = f", {SIGNS[self.relation]} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
+        limit = limit if self.threshold or self.relation != "near" else ""  # the value says it
+        return f"{self.meaning} ({self.metric} {self.value:.4g}{limit}, for {self.steps} steps)"
 
 
 class Waiting(NamedTuple):

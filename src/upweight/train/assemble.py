@@ -67,7 +67,7 @@ class TrainerParts:
     callbacks: Sequence[TrainerCallback] = ()
     objects: Objects = YAML_ONLY
     user_code: UserCode = NONE
-    recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # context manager around a script's training
+    recording: Callable[..., AbstractContextManager[Any]] | None = None  # context manager around a script's training
 
 
 def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = True) -> TrainerParts:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class RowsWithReference:
 
     rows: Any
     columns: Sequence[str]
-    logps: Sequence[NDArray[np.float32]]
+    logps: Sequence[NDArray[np.float32]] = field(repr=False)  # a notebook shows what a cell returns
 
     def __len__(self) -> int:
         return len(self.rows)

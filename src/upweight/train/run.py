@@ -27,7 +27,6 @@ from upweight.runs.checkpoints import (
     last_whole_checkpoint,
     named_checkpoint,
     nothing_to_resume,
-    set_aside,
     step_of,
 )
 from upweight.runs.files import RECORD, read_json
@@ -75,7 +74,7 @@ def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[T
         require_same_data(checkpoint, trainer.data_digest, allowed=config.run.allow_changed_data)
     if is_first:
         _prepare_run_folder(config, folder, checkpoint, resume)
-    with recording(trainer, config, watchers=watchers) as stop:
+    with recording(trainer, checkpoint, config, watchers=watchers) as stop:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         finally:
@@ -119,7 +118,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 
 
 def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, resume: bool) -> None:
-    """Write config.yaml and move checkpoints away that are newer than the one to resume from."""
+    """Write config.yaml; refuse or warn where the folder of an earlier run does not fit."""
     if (resume or config.run.auto_resume) and checkpoint is None and checkpoints_of(folder):
         if read_json(folder / RECORD).get("state") == "done":  # a new run may write over a whole model
             raise UserError(
@@ -137,7 +136,6 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
         logger.warning("warning: %s %s", folder / MERGED, stale)
     remove_partials(folder)
     write_config(config, folder)
-    set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)
 
 
 def _checkpoint_to_resume(config: Config, resume: bool) -> Path | None:

@@ -142,7 +142,7 @@ class MethodTrainer(Trainer):
                 self.feed.restore(None)
             if checkpoint is not None:
                 self._restore_from(checkpoint)
-            with nullcontext() if self.recording is None else self.recording(self):
+            with nullcontext() if self.recording is None else self.recording(self, checkpoint):
                 try:
                     return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
                 except torch.cuda.OutOfMemoryError as error:

@@ -113,6 +113,8 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_a_warning(folder, caplo
     assert "checkpoint-2 has no whole.json" in caplog.text
     with pytest.raises(UserError, match=r"has no whole checkpoint\. Leave it out to begin anew"):
         dpo(folder, output_dir=str(folder / "empty")).train(resume_from_checkpoint=True)
+    with pytest.raises(UserError, match=r"no folder .*checkpoint-9\. Checkpoints beside it: .*checkpoint-2\.$"):
+        dpo(folder).train(resume_from_checkpoint=str(folder / "out" / "checkpoint-9"))
 
 
 def test_a_script_that_resumes_with_other_rows_is_told_its_argument(folder):

@@ -10,7 +10,17 @@ from peft import LoraConfig
 from transformers import HfArgumentParser
 
 import upweight
-from upweight import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
+from upweight import (
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PRMConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from upweight.errors import UserError
 from upweight.log import _warned
 from upweight.methods import DPO, METHODS
@@ -69,6 +79,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest():
      (GRPOConfig, "vllm_guided_decoding_regex", "'vllm_structured_outputs_regex' now"),
      (DPOConfig, "label_pad_token_id", "Leave it out"), (SFTConfig, "wandb_project", "WANDB_PROJECT"),
      (DPOConfig, "max_completion_length", "Remove it and set 'max_length'"),
+     (RLOOConfig, "rloo_k", "'num_generations'"), (SFTConfig, "group_by_length", "Leave it out"),
      (SFTConfig, "zzz", "`upweight docs api`")],
 )  # fmt: skip
 def test_arguments_of_old_scripts_have_an_answer(kind, argument, instead, tmp_path):
@@ -160,6 +171,19 @@ def test_what_holds_by_construction_says_so_once(tmp_path, caplog):
         for _ in range(2):
             SFTConfig(output_dir=tmp_path, packing=True, packing_strategy="bfd", padding_free=False)
     assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["packing"]
+
+
+def test_arguments_without_effect_say_so_and_have_none(tmp_path, caplog):
+    _warned.clear()
+    with caplog.at_level(logging.WARNING, "upweight"):
+        args = SFTConfig(output_dir=tmp_path, data_seed=3, include_num_input_tokens_seen=True)
+    assert args.include_num_input_tokens_seen == "no"
+    assert "data_seed: nothing to do: rows are ordered by `seed`" in caplog.text
+    assert "`num_tokens` is in every log" in caplog.text
+
+
+def test_no_tracker_is_what_none_asks_for(tmp_path):
+    assert SFTConfig(output_dir=tmp_path, report_to=None).report_to == []
 
 
 def test_the_trainer_sees_one_batch_a_step_and_the_script_what_it_said(tmp_path):

@@ -86,6 +86,19 @@ def test_a_resumed_training_goes_on_in_the_folder_and_another_begins_anew(folder
     assert [row["step"] for row in rows] == [1]
 
 
+def test_a_resume_goes_on_with_the_run_that_was_stopped_and_not_with_a_longer_one_before_it(folder, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    dpo(folder, max_steps=3, **saving).train()
+    dpo(folder, max_steps=1, **saving).train()
+    assert "3 checkpoints after step 0 are now in" in caplog.text
+    resumed = dpo(folder, max_steps=2, **saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert read(folder)["steps"] == [1, 2]
+    assert sorted(path.name for path in (folder / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-1"))  # and sets the second aside
+    assert [path.name for path in (folder / "out" / "superseded-2").iterdir()] == ["checkpoint-2"]
+
+
 def test_a_training_that_fails_says_so(folder):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

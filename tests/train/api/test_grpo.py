@@ -105,7 +105,7 @@ def test_resume_equals_the_uninterrupted_run(folder):
     (folder / "elsewhere").mkdir()
     for step in (4, 10):
         (folder / "out" / f"checkpoint-{step}").rename(folder / "elsewhere" / f"checkpoint-{step}")
-    for checkpoint, start in ((str(folder / "elsewhere" / "checkpoint-4"), 4), (True, 8)):
+    for checkpoint, start in ((True, 8), (str(folder / "elsewhere" / "checkpoint-4"), 4)):  # which sets 8 aside
         resumed = grpo(folder, **{**keys, "save_strategy": "no"})
         resumed.train(resume_from_checkpoint=checkpoint)
         steps = slice(start, None)

@@ -198,6 +198,12 @@ def test_an_evaluation_without_rows_is_refused(folder):
         (DPOConfig, "then set `trust_remote_code: true`", "then set `trust_remote_code=True`"),
         (DPOConfig, "datasets: none of the datasets", "train_dataset: none of the datasets"),
         (GRPOConfig, "Name one, for example 'chat_template: chatml'.", "Set its `chat_template`."),
+        (GRPOConfig, "Train one with `reward_model: true`.", "Train one with RewardTrainer."),
+        (
+            DPOConfig,
+            "check lora_target_modules: `upweight preprocess CONFIG --show 3`",
+            "check target_modules: `trainer.train_dataset[0]`",
+        ),
     ],
 )
 def test_messages_about_keys_are_about_arguments(kind, message, words):

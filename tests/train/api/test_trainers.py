@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import upweight
-from parity_script import GOOD, QUESTIONS, ROWS, TEMPLATE, made_tokenizer, write_model
+from parity_script import GOOD, QUESTIONS, ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import (
     DPOConfig,
     DPOTrainer,
@@ -30,6 +30,7 @@ from upweight import (
     SFTTrainer,
 )
 from upweight.errors import UserError
+from upweight.log import _warned
 from upweight.models.memory import HEAD_CHUNK
 
 COMMON = {
@@ -256,6 +257,21 @@ def test_formatting_func_writes_the_text(folder):
         "formatting_func": lambda row: f"{row['q']} {row['a']}",
     }
     assert trained(**text) == trained(train_dataset=ROWS["text"])
+    with pytest.raises(UserError, match=r"formatting_func: gets one row and returns its text, but returned \['a'\]"):
+        trained(train_dataset=columns, formatting_func=lambda rows: ["a"])
+
+
+def test_a_row_without_messages_is_named_with_what_leaves_it_out(folder):
+    rows = [{"messages": said("user", "a") + said("assistant", "b")}, {"messages": None}]
+    with pytest.raises(UserError, match=r"row 1, .*`filter\(lambda row: row\['messages'\]\)` of the dataset"):
+        SFTTrainer(str(folder / "model"), args=SFTConfig(output_dir=str(folder / "out")), train_dataset=rows)
+
+
+def test_a_rate_that_is_far_off_is_said_once_with_what_is_trained(folder, caplog):
+    _warned.clear()
+    dpo(folder, learning_rate=0.5, peft_config=lora())
+    (said_once,) = [record.message for record in caplog.records if "learning_rate" in record.message]
+    assert "with a `peft_config`" in said_once
 
 
 def test_rows_are_shuffled_only_if_asked(folder):

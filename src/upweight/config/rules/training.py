@@ -302,6 +302,8 @@ def unusual_rate(config: Config) -> Iterator[str]:
     method, kind, rate = config.method, config.adapter.kind, config.optim.learning_rate or 0.0
     if "learning_rate" not in config.set_keys or "adam" not in config.optim.optimizer:  # others have other scales
         return
+    if config.model.base_model is None:  # arguments of a script, before its trainer knows whether there is an adapter
+        return
     if method.learning_rate / FAR <= rate <= min(method.learning_rate * FAR, MOST_RATE):
         return
     low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))

@@ -62,6 +62,11 @@ OF_TRAINERS = {  # words of error messages -> inputs of a script
     "--resume": "resume_from_checkpoint=True",
     "the key": "the argument",
     "upweight rewards CONFIG": "trainer.generate_completions(rows)",
+    "upweight preprocess CONFIG --show 2 --tokens": "trainer.train_dataset[0]",
+    "upweight preprocess CONFIG --show 3": "trainer.train_dataset[0]",
+    "upweight preprocess CONFIG --show 5": "trainer.train_dataset[0]",
+    "`reward_model: true`": "RewardTrainer",
+    "lora_target_modules": "target_modules",
 }
 
 

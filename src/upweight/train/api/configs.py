@@ -114,6 +114,8 @@ class MethodArguments(TrainingArguments):
     use_liger_kernel: bool = no_effect(False, FUSED_HEAD)
     padding_free: bool = no_effect(False, PACKED)
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)
+    data_seed: int | None = no_effect(None, "rows are ordered by `seed`")
+    include_num_input_tokens_seen: str | bool = no_effect("no", "`num_tokens` is in every log")
 
     def __post_init__(self) -> None:
         read_numbers(self)
@@ -135,9 +137,12 @@ class MethodArguments(TrainingArguments):
         # config now, before the model is loaded.
         bf16, self.bf16 = self.bf16, False
         zero, self.deepspeed = self.deepspeed, None
+        if self.report_to is None:
+            self.report_to = "none"
         super().__post_init__()
         self.bf16, self.deepspeed = bf16, zero  # pyright: ignore[reportIncompatibleVariableOverride]
         self._refuse_arguments()
+        self.include_num_input_tokens_seen = "no"  # transformers would look for the tokens of a padded batch
         checked_config(self)
 
     def _refuse_arguments(self) -> None:

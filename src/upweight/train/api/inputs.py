@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from upweight.config.explain import brief
 from upweight.config.sections.data import DataSection
 from upweight.data.images.row_images import COLUMNS
 from upweight.errors import UserError, WrongTypeError, did_you_mean, foreign_cause
@@ -50,11 +52,11 @@ PROCESSING_CLASS = PreTrainedTokenizerBase | ProcessorMixin
 NO_INPUTS = ("self", "__class__", "unknown")
 NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
-    "tokenizer": "it is 'processing_class' now",
-    "data_collator": "rows are packed into forwards here; change the dataset instead",
-    "compute_metrics": "a step has no predictions to hand out; the method's metrics are logged",
-    "preprocess_logits_for_metrics": "logits are never built whole; the method's metrics are logged",
-    "model_init": "give what it returns: `model=model_init()`",
+    "tokenizer": "It is 'processing_class' now.",
+    "data_collator": "Rows are packed into forwards here; change the dataset instead.",
+    "compute_metrics": "A step has no predictions to hand out; the method's metrics are logged.",
+    "preprocess_logits_for_metrics": "Logits are never built whole; the method's metrics are logged.",
+    "model_init": "Give what it returns: `model=model_init()`.",
 }
 
 
@@ -181,7 +183,7 @@ def reader(
             else:
                 rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
         if formatting_func is not None:
-            text, write = getattr(args, "dataset_text_field", "text"), formatting_func
+            text, write = getattr(args, "dataset_text_field", "text"), partial(_formatted, formatting_func)
             if isinstance(rows, IterableDataset):
                 rows = rows.map(lambda row: {text: write(row)}, remove_columns=columns)
             else:
@@ -195,6 +197,17 @@ def reader(
         return rows, build_config(args).data.model_copy(update=settings)
 
     return read
+
+
+def _formatted(formatting_func: Callable[[Any], str], row: Any) -> str:
+    """Return the text of one row; raise where the function returns something else, as one for batches does."""
+    text = formatting_func(row)
+    if not isinstance(text, str):
+        raise UserError(
+            f"formatting_func: gets one row and returns its text, but returned {brief(text)}; one for batches returns "
+            "a list: let it read the values of one row."
+        )
+    return text
 
 
 def _columns(rows: Dataset | IterableDataset, where: str) -> list[str]:

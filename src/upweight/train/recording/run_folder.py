@@ -19,7 +19,7 @@ from upweight.config.view import yaml_content
 from upweight.errors import UserError, foreign_cause
 from upweight.files import write_text
 from upweight.log import warn_once
-from upweight.runs.checkpoints import DATA
+from upweight.runs.checkpoints import DATA, set_aside, step_of
 from upweight.runs.files import CONFIG, metrics_of
 from upweight.runs.health import verdicts
 from upweight.runs.record import about, recorded
@@ -115,10 +115,16 @@ def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allow
 
 @contextmanager
 def recording(
-    trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
+    trainer: Any,
+    checkpoint: Path | None,
+    config: Config,
+    objects: Objects = YAML_ONLY,
+    watchers: Sequence[TrainerCallback] = (),
 ) -> Iterator[StopOnSignal]:
     """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
+    if trainer.is_world_process_zero():
+        set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)
     keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
     callbacks = [*build_callbacks(config, objects, trainer, stop), *watchers, keep]
     record = about(trainer) | {"config_folder": str(config.folder.resolve())}
