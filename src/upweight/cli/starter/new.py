@@ -256,12 +256,8 @@ def _fit_model(plan: Plan, output: Path) -> None:
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
-        plan.notes.append(f"lengths and memory are not checked: {error}")
-        if plan.gpu is not None:
-            from upweight.cli.fits import near_size
-
-            size = near_size(plan.model)
-            plan.notes.append(f"memory: `upweight fits {size} --memory {plan.gpu:g}` says what fits of that size")
+        plan.notes.append(f"lengths are not checked: {error}")
+        _choose_memory_unread(plan, output)
         _guess_chat(plan)
         return
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
@@ -328,23 +324,49 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
     return max(lengths)
 
 
-def _choose_memory(plan: Plan, output: Path) -> None:
-    """Take the first way of training whose estimate fits."""
-    from upweight.config import parse_config
+def _choose_memory_unread(plan: Plan, output: Path) -> None:
+    """Choose by the model's config alone, or for a GPU that was named by the size in the model's name."""
+    from upweight.cli.fits import model_of_size, near_size, size_for
+
+    try:
+        _choose_memory(plan, output)
+        return
+    except UserError:  # of which the note about lengths has told
+        plan.memory = {}
+    if plan.gpu is None:
+        plan.notes.append("memory is not checked, for the same cause")
+        return
+    size = size_for(plan.model)
+    if size is None:
+        remedy = f"`upweight fits {near_size(plan.model)} --memory {plan.gpu:g}` says what fits of that size"
+        plan.notes.append(f"memory is not checked, for the same cause; {remedy}")
+        return
+    with model_of_size(size) as (folder, shape):
+        _choose_memory(plan, output, folder)
+    plan.notes.append(f"memory is counted with the shape of {shape}, by the model's name")
+
+
+def _choose_memory(plan: Plan, output: Path, shape: str | Path | None = None) -> None:
+    """Take the first way of training whose estimate fits; `shape`: a folder with another model's config to count by."""
+    from upweight.config import Config, parse_config
     from upweight.models.memory import GIB
     from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory
 
     card = None if plan.gpu is None else plan.gpu * GIB
 
+    def planned() -> Config:
+        named = {} if shape is None else {"base_model": str(shape)}
+        return parse_config(content(plan) | named, folder=output.resolve().parent)
+
     def estimated(way: dict[str, str]) -> MemoryPlan:
         plan.memory = way
-        return plan_memory(parse_config(content(plan), folder=output.resolve().parent), card)
+        return plan_memory(planned(), card)
 
-    recompute = {"gradient_checkpointing": "true"}
+    recompute = {"memory": "fast   # recomputes layers where memory is short"}
     four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
     estimate = estimated({})
     ways = [recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}]
-    if not estimate.fits and ModelNeeds.of(parse_config(content(plan), folder=output.resolve().parent)).shape.experts:
+    if not estimate.fits and ModelNeeds.of(planned()).shape.experts:
         ways += [{**way, "quantize_moe_experts": "true"} for way in ways[1:]]
     for way in ways:
         if not estimate.fits:
