@@ -175,7 +175,9 @@ def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
         run(write_config(tmp_path, seven), [], memory=24, method="dpo")
     with pytest.raises(UserError, match="PPO needs a value model"):
         run(str(seven), [], memory=24, method="ppo")
-    with pytest.raises(UserError, match=r"^--method rewards: none of sft, reward, prm, dpo, .* Did you mean 'reward'\?"):
+    with pytest.raises(
+        UserError, match=r"^--method rewards: none of sft, reward, prm, dpo, .* Did you mean 'reward'\?"
+    ):
         run(str(seven), [], memory=24, method="rewards")
 
 

@@ -169,7 +169,9 @@ def report(
     about = f"{what}{beside}, sequences in a forward: {sequences}; GiB of {card / GIB:.0f}, bfloat16; * is {marked}"
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     too_long = model.shape.positions and length > model.shape.positions
-    bound = f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
+    bound = (
+        f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
+    )
     return [about, *table, answer(config, modes, plans) + bound], plans[configured].fits and not too_long
 
 

@@ -19,7 +19,7 @@ from upweight.log import logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
 from upweight.runs.command import started_by
 from upweight.runs.files import CONFIG, METRICS, no_such_run, read_json
-from upweight.runs.record import earlier_run, require_trained
+from upweight.runs.record import TRAINED, earlier_run, require_trained
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
 

@@ -23,7 +23,7 @@ from upweight.data.chat_rows import empty_parts
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
 from upweight.data.columns import ROLES, mapping_advice, type_mapping
 from upweight.data.encode import Encoder
-from upweight.data.raw_row import Record, Row, RowError
+from upweight.data.raw_row import NO_TEXT, Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
 from upweight.errors import UserError, did_you_mean
@@ -280,6 +280,8 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         columns = (
             f". The row has {', '.join(map(str, content))}: they are empty, or `chat_template` writes none of them"
         )
+    elif isinstance(content, Mapping) and error.expected == NO_TEXT and content.get(_column_of(job, error.key)):
+        columns = f". The row's {_column_of(job, error.key)!r} is not empty: `chat_template` writes nothing of it"
     elif isinstance(content, Mapping) and key not in (*content, "images") and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"
@@ -288,11 +290,14 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
 
 def _empty_cell(job: EncodeJob, key: str, row: Mapping[str, Any]) -> str | None:
     """Return the column that is read for a key, if the row has it and nothing in it."""
-    form = job.encoder.setup.entry.type
-    column = getattr(form, f"field_{key}", None) if isinstance(form, UserFormat) else None
-    name = column or key
+    name = _column_of(job, key)
     is_empty = name in row and (row[name] is None or (isinstance(row[name], str) and not row[name].strip()))
     return name if is_empty and job.encoder.transform is None else None
+
+
+def _column_of(job: EncodeJob, key: str) -> str:
+    form = job.encoder.setup.entry.type
+    return (getattr(form, f"field_{key}", None) if isinstance(form, UserFormat) else None) or key
 
 
 def _rename_advice(job: EncodeJob, row: Mapping[str, Any]) -> str:
