@@ -16,6 +16,7 @@ from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
+from upweight.cli.starter.memory import choose_memory, choose_memory_unread
 from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mapped_columns, prompt_column, text_of
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
 from upweight.data.columns import ROLES, misses_columns
@@ -257,7 +258,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
         plan.notes.append(f"lengths are not checked: {error}")
-        _choose_memory_unread(plan, output)
+        choose_memory_unread(plan, output)
         _guess_chat(plan)
         return
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
@@ -271,7 +272,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
     if longest > plan.sequence_len and plan.method != "grpo":
         kept += ": longer rows are left out" + (f"; the model has {positions} positions" if positions else "")
     plan.notes.append(f"lengths: {what}; {kept}")
-    _choose_memory(plan, output)
+    choose_memory(plan, output)
 
 
 def _has_plain_prompts(plan: Plan) -> bool:
@@ -322,56 +323,6 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
             raise UserError(f"{plan.file}: {problem}. {remedy}")
         plan.notes.append(f"rows: {problem}")
     return max(lengths)
-
-
-def _choose_memory_unread(plan: Plan, output: Path) -> None:
-    """Choose by the model's config alone, or for a GPU that was named by the size in the model's name."""
-    from upweight.cli.fits import model_of_size, near_size, size_for
-
-    try:
-        _choose_memory(plan, output)
-        return
-    except UserError:  # of which the note about lengths has told
-        plan.memory = {}
-    if plan.gpu is None:
-        plan.notes.append("memory is not checked, for the same cause")
-        return
-    size = size_for(plan.model)
-    if size is None:
-        remedy = f"`upweight fits {near_size(plan.model)} --memory {plan.gpu:g}` says what fits of that size"
-        plan.notes.append(f"memory is not checked, for the same cause; {remedy}")
-        return
-    with model_of_size(size) as (folder, shape):
-        _choose_memory(plan, output, folder)
-    plan.notes.append(f"memory is counted with the shape of {shape}, by the model's name")
-
-
-def _choose_memory(plan: Plan, output: Path, shape: str | Path | None = None) -> None:
-    """Take the first way of training whose estimate fits; `shape`: a folder with another model's config to count by."""
-    from upweight.config import Config, parse_config
-    from upweight.models.memory import GIB
-    from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory
-
-    card = None if plan.gpu is None else plan.gpu * GIB
-
-    def planned() -> Config:
-        named = {} if shape is None else {"base_model": str(shape)}
-        return parse_config(content(plan) | named, folder=output.resolve().parent)
-
-    def estimated(way: dict[str, str]) -> MemoryPlan:
-        plan.memory = way
-        return plan_memory(planned(), card)
-
-    recompute = {"memory": "fast   # recomputes layers where memory is short"}
-    four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
-    estimate = estimated({})
-    ways = [recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}]
-    if not estimate.fits and ModelNeeds.of(planned()).shape.experts:
-        ways += [{**way, "quantize_moe_experts": "true"} for way in ways[1:]]
-    for way in ways:
-        if not estimate.fits:
-            estimate = estimated(way)
-    plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))
 
 
 def _write(plan: Plan, output: Path) -> None:
