@@ -41,6 +41,7 @@ SICK = [
     ("constant reward", HEALTHY, {"rewards/correct/std": 0.0}),
     ("format ignored", {**HEALTHY, "rewards/my_format/mean": 0.01}, {}),
     ("reward fails", HEALTHY, {"rewards/correct/failed": 3.0}),
+    ("reward fails", HEALTHY, {"rewards/correct/failed_share": lambda step: 0.25 * (step % 3 == 0)}),
     ("flat reward", {**HEALTHY, "reward": lambda step: 0.3 + 0.05 * (-1) ** step}, {}),
     ("reward falls", HEALTHY, {"reward": 0.05}),
     ("far from the reference", HEALTHY, {"kl": lambda step: 0.8 + 0.2 * (-1) ** step}),

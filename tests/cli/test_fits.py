@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from made_runs import write_config, write_model, write_online
 from upweight.cli.app import app
-from upweight.cli.fits import near_size, run
+from upweight.cli.fits import near_size, run, size_for
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.models.memory import GIB
@@ -148,7 +148,11 @@ def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
     run(config, ["reference_offloading=true"], memory=24)
     assert beside_a_lora(capsys)[1] < 0.1
     run(config, ["distill.teacher=http://localhost:1", "distill.top_k=20"], memory=24)
-    assert "teachers" not in beside_a_lora(capsys)[0]
+    assert "teacher" not in beside_a_lora(capsys)[0]
+    run(str(student), [], memory=24, method="distill")
+    assert ", no teacher (distill.teacher=FOLDER counts one), " in beside_a_lora(capsys)[0]
+    with pytest.raises(UserError, match=r"^distill\.teacher: could not load the config of 'nobody/nothing'"):
+        run(str(student), ["distill.teacher=nobody/nothing"], memory=24, method="distill")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says by itself how much memory it has")
@@ -171,6 +175,15 @@ def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
         run(write_config(tmp_path, seven), [], memory=24, method="dpo")
     with pytest.raises(UserError, match="PPO needs a value model"):
         run(str(seven), [], memory=24, method="ppo")
+    with pytest.raises(
+        UserError, match=r"^--method rewards: none of sft, reward, prm, dpo, .* Did you mean 'reward'\?"
+    ):
+        run(str(seven), [], memory=24, method="rewards")
+
+
+def test_sequences_beyond_the_positions_of_the_model_do_not_fit(seven, capsys):
+    assert run(str(seven), ["sequence_len=40000", "memory=lean"], memory=180) == 1
+    assert printed(capsys)[2].endswith("; but the model has only 32,768 positions for the 40,000 tokens")
 
 
 def test_a_size_is_enough(capsys):
@@ -201,6 +214,7 @@ def test_the_size_in_a_models_name_is_the_one_to_ask_for():
     names = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B-Instruct", "Qwen3-30B-A3B", "mine", "google/gemma-2-9b-it")
     assert [near_size(name) for name in names] == ["1B", "7B", "32B", "7B", "8B"]
     assert near_size("SmolLM2-360M-Instruct") == "0.5B"
+    assert [size_for(name) for name in (*names, "Qwen3-4B", "a-400B")] == ["1B", "7B", "32B", None, "14B", "7B", None]
 
 
 def test_a_size_in_millions_is_a_size_too():

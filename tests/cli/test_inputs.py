@@ -28,6 +28,18 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_read(name, of_run, tmp_pat
         find_trained(str(checkpoint), [])
 
 
+def test_a_run_that_has_not_ended_is_answered_with_its_newest_checkpoint(tmp_path):
+    (tmp_path / "config.yaml").write_text("base_model: m\nadapter: lora\ndatasets: [{path: d, type: alpaca}]\n")
+    with pytest.raises(UserError, match=r"holds no model.*`upweight train CONFIG --resume` finishes it\.$"):
+        find_trained(str(tmp_path), [])
+    for step in (5, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"Until then, name its newest checkpoint: .*checkpoint-10\.$"):
+        find_trained(str(tmp_path), [])
+    assert find_trained(str(tmp_path / "checkpoint-10"), []).adapter == tmp_path / "checkpoint-10"
+
+
 def test_names_that_are_not_there_are_answered_with_those_that_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert no_such_run(Path("nope")).startswith("nope: there is no such run. There is none here")

@@ -313,6 +313,17 @@ def test_rows_whose_words_say_nothing_are_left_out_and_counted(run, caplog):
         run(rows[1:], datasets=[{"path": "rows.jsonl", "type": {**form, "winner_values": {"A": "a", "C": "b"}}}])
 
 
+def test_a_template_that_leaves_the_answers_out_is_named(run):
+    turns = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match=r"'chosen' is not empty: `chat_template` writes nothing of it"):
+        run(
+            [{"prompt": [{"role": "user", "content": "q"}], **turns}],
+            datasets=[{"path": "rows.jsonl"}],
+            chat_template_jinja=template,
+        )
+
+
 def test_a_template_that_writes_nothing_is_named(run):
     rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
     keys = {"rl": None, "chat_template_jinja": "{% for m in messages %}{{ m.text }}{% endfor %}"}

@@ -1,6 +1,7 @@
 """The doctor on configs: what would stop or spoil a run is found before it starts."""
 
 import json
+import shutil
 import socket
 
 from made_runs import write_config, write_model, write_online
@@ -94,6 +95,20 @@ def test_a_model_that_is_not_there_is_told_once(tmp_path):
     checked = found(write_online(tmp_path, "nobody/nothing"))
     assert (checked["memory"].level, checked["data"].level) == ("alarm", "note")
     assert checked["data"].says == "not checked, for the same cause as memory"
+
+
+def test_a_folder_without_weights_is_found_before_training(model_folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    checked = found(write_online(tmp_path, bare))
+    assert checked["base_model"].level == "alarm"
+    assert "has no weights" in checked["base_model"].says
+    assert [one.what for one in checked.values() if one.wrong] == ["base_model"]
+    for file in bare.glob("token*"):
+        file.unlink()
+    checked = found(write_online(tmp_path, bare))
+    assert "no weights (*.safetensors) and no tokenizer" in checked["base_model"].says
+    assert checked["data"].says == "not checked, for the same cause as base_model"
 
 
 def test_a_model_that_is_too_large_is_told_before_it_is_loaded(tmp_path):

@@ -147,7 +147,8 @@ def test_a_cut_off_line_and_an_empty_run_are_lived_through(tmp_path):
     assert not wrong(tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert set(wrong(recorded(empty, [], state="failed", message="no"))) == {"run", "metrics"}
+    assert set(wrong(recorded(empty, [], state="failed", message="no"))) == {"run"}
+    assert set(wrong(recorded(empty, [], state="done"))) == {"metrics"}
 
 
 def test_a_damaged_checkpoint_is_named_however_the_run_ended(tmp_path):

@@ -171,3 +171,10 @@ def test_a_few_prompts_without_a_reward_are_no_reason_to_stop():
         scorer.score(reward_call(*[["a", "b"]] * 40))
         for _ in range(2):
             scorer.score(reward_call(["a", "b"]))
+
+
+def test_the_share_of_failures_is_logged_from_the_first_one_on():
+    answers = iter([[1.0, 1.0], [1.0, float("nan")], [1.0, 1.0]])
+    with Scorer(as_rewards(lambda completions: next(answers))) as scorer:
+        shares = [scorer.score(reward_call(["a", "b"])).metrics.get("rewards/<lambda>/failed_share") for _ in range(3)]
+    assert shares == [None, 0.5, 0.0]

@@ -69,6 +69,14 @@ def test_a_model_that_nothing_can_sample_is_refused_in_words(monkeypatch):
         sampler.generate(PROMPTS, 1, GREEDY)
 
 
+def test_ruined_weights_are_named_rather_than_the_sampler():
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity"):
+        InProcess(model, end_ids=()).generate(PROMPTS, 1, GREEDY)
+
+
 def test_all_ranks_take_the_way_of_the_one_that_fails():
     sampler = InProcess(tiny("mistral"), end_ids=())
     heard: list[CheckResult] = []

@@ -187,6 +187,14 @@ def test_a_first_step_whose_pairs_are_one_answer_twice_is_no_fault(tmp_path):
         trainer.runner.train(trainer.model, [Unit((one, one)), Unit((one, other))])
 
 
+def test_weights_that_are_ruined_from_the_start_are_named(tmp_path):
+    trainer = trainer_for(SFT(), tmp_path)
+    with torch.no_grad():
+        next(trainer.model.parameters())[0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"the weight \S+ holds NaN or infinity"):
+        trainer.runner.train(trainer.model, [Unit((Sample(np.arange(8) % 3, np.arange(8) > 1),))])
+
+
 def test_weights_that_differ_only_later_are_said_to_be_ruined(tmp_path):
     trainer = trainer_for(SFT(), tmp_path)
     rng = np.random.default_rng(0)

@@ -13,11 +13,14 @@ import torch
 
 from upweight.cli.inputs import read_config
 from upweight.config import Config, parse_config
+from upweight.config.peers import method_advice
 from upweight.config.resolve import memory_settings
 from upweight.config.yaml_file import apply_overrides
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
+from upweight.methods import METHODS
 from upweight.models.memory import GIB, TrainedWeights, total_memory
 from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row_tokens, trained_weights
+from upweight.user_modules import is_path
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
 PACKED = "qlora+experts"  # QLoRA with the experts of a mixture in 4 bits too
@@ -58,7 +61,7 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
-    with _model_of_size(target) as (source, name):
+    with model_of_size(target) as (source, name):
         config = _config_of(source, overrides, method)
         modes = {mode: _config_of(source, [*overrides, *_in_mode(mode, config)], method) for mode in MODES}
         try:
@@ -79,13 +82,24 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
 
 def near_size(name: str) -> str:
     """Return the known size that is nearest to the one in a model's name; 7B for a name without one."""
-    named = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z])", name, re.IGNORECASE)
-    weights = float(named[1]) / (1000 if named[2] in "mM" else 1) if named else 0.0
+    weights = _billions_in(name)
     return min(SIZES, key=lambda size: abs(log(float(size[:-1]) / weights))) if weights else "7B"
 
 
+def size_for(name: str) -> str | None:
+    """Return the smallest known size that is not below the one in a model's name; None where there is none."""
+    weights = _billions_in(name)
+    return next((size for size in SIZES if weights and float(size[:-1]) >= weights), None)
+
+
+def _billions_in(name: str) -> float:
+    """Return the billions of weights that a model's name says that it has; 0 where it says none."""
+    named = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([BM])(?![A-Za-z])", name, re.IGNORECASE)
+    return float(named[1]) / (1000 if named[2] in "mM" else 1) if named else 0.0
+
+
 @contextmanager
-def _model_of_size(target: str | Path) -> Iterator[tuple[str | Path, str | None]]:
+def model_of_size(target: str | Path) -> Iterator[tuple[str | Path, str | None]]:
     """Yield a folder with the config of a model of the size that was named, and its name; others as they are."""
     size = str(target).upper()
     if not re.fullmatch(r"\d+(\.\d+)?[BM]", size) or Path(target).exists():
@@ -119,6 +133,10 @@ def _config_of(target: str | Path, overrides: list[str], method: str | None) -> 
         if method is not None:
             raise UserError("--method: the config chooses the method; leave it out, or set it: rl=NAME")
         return read_config(path, overrides)
+    names = [*CHOSEN, *(name for name in METHODS if name not in ("orm", *CHOSEN))]
+    if method is not None and method not in names and not is_path(method):
+        hint = method_advice(method) or did_you_mean(method, names)
+        raise UserError(f"--method {method}: none of {', '.join(names)}.{hint}")
     chosen = CHOSEN.get(method or "sft", {"rl": method})
     content = {"base_model": str(target), "adapter": "lora", "lora_target_linear": True, **chosen}
     return parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
@@ -146,9 +164,15 @@ def report(
     length, sequences = row_tokens(config)
     what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
+    if config.method.needs_teacher and not config.teacher.places:
+        beside = ", no teacher (distill.teacher=FOLDER counts one)"
     about = f"{what}{beside}, sequences in a forward: {sequences}; GiB of {card / GIB:.0f}, bfloat16; * is {marked}"
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [about, *table, answer(config, modes, plans)], plans[configured].fits
+    too_long = model.shape.positions and length > model.shape.positions
+    bound = (
+        f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
+    )
+    return [about, *table, answer(config, modes, plans) + bound], plans[configured].fits and not too_long
 
 
 def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:

@@ -109,6 +109,7 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         hub = "" if "/" in target else " Models of the hub are named ORGANISATION/MODEL."
         raise UserError(no_such_run(path, "config, run or model folder") + hub)
     from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
+    from upweight.runs.record import require_trained
 
     refuse_damaged(path)
     if path.is_dir() and not any(path.glob("*.json")) and any(holds_run(one) for one in path.iterdir()):
@@ -117,6 +118,8 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         warn_once(f"{path} was merged from an earlier adapter: merge again with `upweight merge-lora`")
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
+        if not any(path.glob("*.gguf")):
+            require_trained(path)
         return _of_run(path, read_config(run, overrides))
     content, adapter = {"base_model": str(path) if path.exists() else target}, None
     if (path / ADAPTER).is_file():

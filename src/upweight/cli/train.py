@@ -19,7 +19,7 @@ from upweight.log import logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
 from upweight.runs.command import started_by
 from upweight.runs.files import CONFIG, METRICS, no_such_run, read_json
-from upweight.runs.record import TRAINED, earlier_run
+from upweight.runs.record import TRAINED, earlier_run, require_trained
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
 
@@ -121,9 +121,7 @@ def _run_to_evaluate(folder: Path, checkpoint: int | None) -> tuple[Path, Path]:
         there = ", ".join(str(step) for step, _ in reversed(checkpoints_of(run))) or "none"
         raise UserError(f"--checkpoint {checkpoint}: {run} has no such checkpoint. Steps there: {there}.")
     refuse_damaged(weights)
-    if not any((weights / name).is_file() for name in TRAINED):
-        problem = "holds no model: it holds shards, or the run has not ended"
-        raise UserError(f"{weights}: {problem}. `upweight train CONFIG --resume` finishes it.")
+    require_trained(weights)
     return run / CONFIG, weights
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
 from upweight.data.images.row_images import RowImages
-from upweight.data.raw_row import Record, Row, RowError, check_all_text, common_length
+from upweight.data.raw_row import NO_TEXT, Record, Row, RowError, check_all_text, common_length
 from upweight.data.tokenize.messages import Message, MessageReader
 from upweight.data.tokenize.templates import ChatTemplate, Span
 from upweight.data.tokenize.tokens import TextTokens
@@ -57,7 +57,7 @@ class Completions:
     def texts(self, setup: Setup) -> list[str]:
         for key, completion in self.completions.items():
             if not completion:
-                raise RowError(key, "text, got an empty text")
+                raise RowError(key, NO_TEXT)
         return [self.prompt, *(self.prompt + completion for completion in self.completions.values())]
 
     def record(self, setup: Setup, ids: Ids) -> Record:

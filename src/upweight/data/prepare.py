@@ -34,14 +34,13 @@ from upweight.data.report import (
 )
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
 from upweight.data.sources.streams import RawChunk
+from upweight.data.stored_columns import schema_of, with_columns
 from upweight.data.workers import (
     ODD,
     Chunk,
     EncodeJob,
     encode_all,
     refuse_unread,
-    schema_of,
-    with_columns,
     with_evaluation_rows,
     within_limits,
 )

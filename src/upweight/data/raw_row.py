@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the list of commands imports this file, and not the keys of
 
 MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
+NO_TEXT = "text, got an empty text"
 MAX_SHOWN = 30  # characters of a text that a message repeats
 # Columns that preparation adds to a prompt; all others come from the user's row.
 PREPARED_COLUMNS = ("prompt", "prompt_ids", "teacher_prompt_ids")

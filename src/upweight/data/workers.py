@@ -6,16 +6,15 @@ import multiprocessing
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
 from numpy.typing import NDArray
 
 from upweight.config.sections.data import UserFormat
@@ -23,11 +22,11 @@ from upweight.data.chat_rows import empty_parts
 from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles, signature_of
 from upweight.data.columns import ROLES, mapping_advice, type_mapping
 from upweight.data.encode import Encoder
-from upweight.data.raw_row import Record, Row, RowError
+from upweight.data.raw_row import NO_TEXT, Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
+from upweight.data.stored_columns import column_of_records, schema_of
 from upweight.errors import UserError, did_you_mean
-from upweight.methods.base import Method
 from upweight.processes import end_with_parent, keep_pages_shared
 from upweight.row_rules import apply_length_rules, lengths_of
 
@@ -40,41 +39,11 @@ ODD = {
     **{part: f"left with an empty {part}" for part in ("prompt", "answer")},
     "pair": "whose two answers are the same",
 }  # what is counted of rows that are kept
-OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
 # Keys of an entry that name a column.
 NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field", "text_column")
 
 TEXT_KEYS = {"completion": "field", "pretrain": "text_column"}  # that name the column of a format of raw text
-
-IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
-SCHEMAS: dict[str, dict[str, pa.DataType]] = {
-    "text": {"input_ids": IDS, "loss_mask": FLAGS},
-    "distilled": {
-        "input_ids": IDS, "loss_mask": FLAGS, "teacher_id": pa.string(), "teacher_ids": pa.list_(IDS),
-        "teacher_logps": pa.list_(pa.list_(pa.float32())),
-    },
-    "pairs": {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float64()},
-    "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
-    "steps": {"input_ids": IDS, "labels": IDS},
-    "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
-    "documents": {"input_ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
-}  # fmt: skip
-
-
-# Of references to images, in the order of their placeholder tokens.
-IMAGES = pa.list_(
-    pa.struct(
-        {"digest": pa.string(), "path": pa.string(), "tokens": pa.int32(), "token_id": pa.int32(), "grid": IDS}.items()
-    )
-)
-
-
-def schema_of(method: Method, *, images: bool = False) -> dict[str, pa.DataType]:
-    """Return the columns of prepared rows; `images`: for a model that reads images."""
-    distilled = method.evaluates_loss and method.data == "text"
-    schema = SCHEMAS["distilled" if distilled else "documents" if method.strided else method.data]
-    return schema | {"images": IMAGES} if images else schema
 
 
 @dataclass(frozen=True)
@@ -199,7 +168,9 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
                 kept.append(bounded.columns)
                 origin.append((row, number))
     schema = schema_of(method, images=job.encoder.setup.images is not None)
-    batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
+    batch = pa.record_batch(
+        [pa.array(column_of_records(name, kept, schema), schema[name]) for name in schema], list(schema)
+    )
     compared = kept if job.encoder.setup.data.deduplicate else []
     contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in compared]
     digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
@@ -250,13 +221,6 @@ def with_evaluation_rows(jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
     return [job if job.evaluation else replace(job, evaluated=evaluated) for job in jobs]
 
 
-def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str]) -> list[Any]:
-    """Return the values of a column; one holds all that have no column in the schema, as JSON."""
-    if name != OTHERS:
-        return [record.get(name) for record in records]
-    return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
-
-
 def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) -> list[list[Record]]:
     try:
         return job.encoder.encode_many(rows)
@@ -282,6 +246,8 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         columns = (
             f". The row has {', '.join(map(str, content))}: they are empty, or `chat_template` writes none of them"
         )
+    elif isinstance(content, Mapping) and error.expected == NO_TEXT and content.get(_column_of(job, error.key)):
+        columns = f". The row's {_column_of(job, error.key)!r} is not empty: `chat_template` writes nothing of it"
     elif isinstance(content, Mapping) and (name := _mapped_column(job, key)) in content:
         columns = f", read from {name!r}. Mend the row, or leave it out by `filter`"
     elif isinstance(content, Mapping) and key not in (*content, "images") and job.encoder.transform is None:
@@ -292,12 +258,16 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
 
 def _empty_cell(job: EncodeJob, key: str, row: Mapping[str, Any]) -> str | None:
     """Return the column that is read for a key, if the row has it and nothing in it."""
-    form = job.encoder.setup.entry.type
-    column = getattr(form, f"field_{key}", None) if isinstance(form, UserFormat) else None
-    name = column or key
+    name = _column_of(job, key)
     value = row.get(name, False)
     is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
     return name if is_empty and job.encoder.transform is None else None
+
+
+def _column_of(job: EncodeJob, key: str) -> str:
+    """Return the column that is read for a key."""
+    form = job.encoder.setup.entry.type
+    return (getattr(form, f"field_{key}", None) if isinstance(form, UserFormat) else None) or key
 
 
 def _mapped_column(job: EncodeJob, key: str) -> str | None:
@@ -337,22 +307,6 @@ def within_limits(job: EncodeJob, row: int, record: Record) -> tuple[Record | No
     except UserError as error:
         raise UserError(f"{job.where}, {job.rows.location(row)}, {error}") from error
     return None if columns is None else replace(record, columns=columns), reason
-
-
-def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
-    """Return stored rows with only the columns in `names`; those stored as JSON become columns again."""
-    kept = [name for name in stored.column_names if name in names or name == OTHERS]
-    rows = stored.select_columns(kept)
-    return rows.with_transform(partial(_columns_from_json, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
-
-
-def _columns_from_json(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Turn the columns that were stored as JSON back into columns; a missing value is None."""
-    if OTHERS not in columns:
-        return columns
-    others = [json.loads(text) for text in columns[OTHERS]]
-    kept = {name: values for name, values in columns.items() if name != OTHERS}
-    return kept | {name: [row.get(name) for row in others] for name in names}
 
 
 class TrackedRow(Row):

@@ -20,6 +20,7 @@ from upweight.data.summary import token_counts
 from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
+from upweight.models.first_look import model_problems
 from upweight.models.load import load_failures, load_model_config
 from upweight.models.memory import GIB, Memory
 from upweight.models.memory_plan import plan_memory, trained_weights
@@ -59,13 +60,15 @@ def check_config(config: Config) -> list[Finding]:
             findings += [dataclasses.replace(item, what=f"{name}: {item.what}") for item in check_config(checked)]
         return findings
     state = CheckState(config)
-    for check in (_keys, _memory, _data, _rewards, _check_environment, _server, _output_dir):
+    for check in (_keys, _model, _memory, _data, _rewards, _check_environment, _server, _output_dir):
         try:
             findings += check(state)
         except UserError as error:
             what, says = check.__name__.removeprefix("_"), str(error).removesuffix(".")
+            key = says.partition(": ")[0]
             cause = says.partition(f"{state.config.model.base_model!r}: ")[2]
-            earlier = next((one.what for one in findings if cause and one.says.endswith(cause)), None)
+            same = (one for one in findings if one.what == key or (cause and one.says.endswith(cause)))
+            earlier = next((one.what for one in same if one.level == "alarm"), None)
             findings.append(
                 Finding("note", what, f"not checked, for the same cause as {earlier}")
                 if earlier
@@ -83,6 +86,13 @@ def _keys(state: CheckState) -> Iterator[Finding]:
         key, _, text = message.partition(": ")
         yield Finding("alarm", key, text.removesuffix("."))
     yield Finding("ok", "keys", f"{len(state.config.set_keys)} set, for {state.config.method.name}")
+
+
+def _model(state: CheckState) -> Iterator[Finding]:
+    """Look at the folder of the model, which the estimate of memory reads no weights of."""
+    for problem in model_problems(state.config):
+        key, _, text = problem.partition(": ")
+        yield Finding("alarm", key, text.removesuffix("."))
 
 
 def _memory(state: CheckState) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.kernels.grouped_experts import WEIGHTS
 from upweight.models.kernels.tiled_mlp import TILE, is_gated_block
-from upweight.models.load import Head, config_with_head, model_without_weights, teacher_source
+from upweight.models.load import Head, config_with_head, model_without_weights, named_by, teacher_source
 
 GIB = 2**30
 DRIVER_BYTES = 3 * GIB // 4  # of a GPU, for its driver and the workspaces of libraries
@@ -233,11 +233,16 @@ def weight_bytes(shape: Shape, packed: AdapterSection | TeacherSection | None = 
 def teacher_bytes(config: Config) -> float:
     """Return the bytes of the weights of all teachers that are loaded in this process."""
     section = config.teacher
-    places = [place for place in section.places.values() if not is_url(place) and place not in (LOGGED, SELF)]
     if not config.method.needs_teacher:
         return 0.0
-    models = [teacher_source(place, config.model, section.revision) for place in places]
-    return sum(weight_bytes(shape_of(model, "tokens"), section) for model in models)
+    total = 0.0
+    for name, place in section.places.items():
+        if not is_url(place) and place not in (LOGGED, SELF):
+            key = "distill.teacher" if name is None else f"distill.teachers.{name}"
+            with named_by(key):
+                model = teacher_source(place, config.model, section.revision, key)
+                total += weight_bytes(shape_of(model, "tokens"), section)
+    return total
 
 
 def keeps_start(config: Config) -> bool:

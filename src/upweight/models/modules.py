@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from upweight.errors import UserError
@@ -92,3 +93,16 @@ def backbone_of(base: PreTrainedModel) -> nn.Module:
     """Return the part of a model below its head."""
     body = base.base_model
     return base.model if body is base else body  # text halves of larger models have another `base_model_prefix`
+
+
+def refuse_ruined_weights(model: nn.Module) -> None:
+    """Raise where a weight, or the shard of it on this rank, holds NaN or infinity."""
+    for name, weight in model.named_parameters():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if local.is_floating_point() and not bool(local.isfinite().all()):
+            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            raise UserError(
+                f"the weight {plain} holds NaN or infinity, and so does all that the model computes. Of a model that "
+                "a run or a merge wrote, take a checkpoint from before and a lower `learning_rate`; of another, copy "
+                "or download it again."
+            )

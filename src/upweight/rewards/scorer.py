@@ -181,6 +181,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
             self._note_failures(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
+            if self._stats[reward.name].failed:  # from then on in every log, so that its mean is one over all of them
+                scores.metrics[f"rewards/{reward.name}/failed_share"] = reasons.total() / len(call)
         self._refuse_silence(call, bool((~scores.rewards_SR.isnan()).any()))
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores

@@ -73,6 +73,17 @@ def earlier_run(folder: Path) -> EarlierRun | None:
     return EarlierRun(holds, f"`--resume` continues it{f' from step {step}' if step else ''}, {again}")
 
 
+def require_trained(folder: Path) -> None:
+    """Raise where the folder of a run or checkpoint holds no model that can be loaded, with what to do or to name."""
+    if any((folder / name).is_file() for name in TRAINED):
+        return
+    whole = (path for _, path in checkpoints_of(folder) if any((path / name).is_file() for name in TRAINED))
+    newest = next(whole, None)
+    instead = "" if newest is None else f" Until then, name its newest checkpoint: {newest}."
+    remedy = f"`upweight train CONFIG --resume` finishes it.{instead}"
+    raise UserError(f"{folder}: holds no model: it holds shards, or the run has not ended. {remedy}")
+
+
 @contextlib.contextmanager
 def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterator[None]:
     """Keep the record of a run, with `about` in it, while it trains; write its report when it has ended in any way."""

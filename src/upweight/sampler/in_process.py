@@ -14,7 +14,7 @@ from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.memory import free_memory, sampler_bytes
-from upweight.models.modules import dropout_off, unwrap_peft
+from upweight.models.modules import dropout_off, refuse_ruined_weights, unwrap_peft
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
 from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings
@@ -134,6 +134,7 @@ class InProcess:
                 break
             failures.append(f"{strategy} {result}")
         else:
+            refuse_ruined_weights(self._base)
             raise UserError(
                 f"{name} cannot be sampled in this process: {'; '.join(failures)}. Sample with vLLM "
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from upweight.engine.check import check_first_batch, check_first_gradients
+from upweight.models.modules import refuse_ruined_weights
 from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.types import Sample, Unit
@@ -63,6 +64,8 @@ class RowCheck:
             plain = packer.accelerator.unwrap_model(model)
             checks.append(check_first_gradients(engine, plain, packer.batch(short[:1]), self.dtype))
         worst = torch.tensor(all_gather_objects([check.difference for check in checks])).amax(0)
+        if not self.agreed and not bool(worst.isfinite().all()):
+            refuse_ruined_weights(model)
         for check, difference in zip(checks, worst.tolist(), strict=True):
             advice = LATER + check.advice[:1].lower() + check.advice[1:] if self.agreed else check.advice
             dataclasses.replace(check, difference=difference, advice=advice).require()

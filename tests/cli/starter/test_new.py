@@ -227,7 +227,8 @@ def test_a_model_that_is_not_there_is_said_and_the_config_is_written(tmp_path):
     write_csv(tmp_path / "mine.csv", PAIRS)
     done = upweight("new", "mine.csv", "--model", "nobody/nothing", "--method", "simpo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "lengths and memory are not checked" in done.stderr
+    assert "lengths are not checked" in done.stderr
+    assert "memory is not checked, for the same cause" in done.stderr
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "simpo"
 
 
@@ -343,6 +344,23 @@ def test_the_experts_of_a_mixture_are_quantised_where_nothing_else_fits(tmp_path
     assert "too little" not in done.stderr
     keys = {"adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True}
     assert keys.items() <= yaml.safe_load((tmp_path / "my.yaml").read_text()).items()
+
+
+def test_memory_is_planned_by_the_shape_where_the_tokenizer_cannot_be_read(tmp_path):
+    folder = tmp_path / "seven"
+    sizes = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    LlamaConfig(num_key_value_heads=4, vocab_size=152_064, **sizes).save_pretrained(folder)
+    write_csv(tmp_path / "mine.csv", PAIRS)
+    for number, (model, said) in enumerate(((folder, "the GPU has"), ("nobody/nothing-7B", "the shape of Qwen2.5-7B"))):
+        named = ["--model", model, "--memory", "8", "--output", f"{number}.yaml", "--yes"]
+        done = upweight("new", "mine.csv", *named, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "lengths are not checked" in done.stderr
+        assert said in done.stderr
+        written = (tmp_path / f"{number}.yaml").read_text()
+        assert "these four lines" not in written  # without which the line below them would be refused
+        keys = {"base_model": str(model), "adapter": "qlora", "load_in_4bit": True, "memory": "fast"}
+        assert keys.items() <= yaml.safe_load(written).items()
 
 
 @pytest.mark.parametrize("column", ["answer", "right: 'answer' #1"])

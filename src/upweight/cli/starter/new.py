@@ -15,6 +15,7 @@ from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
+from upweight.cli.starter.memory import choose_memory, choose_memory_unread
 from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mapped_columns, prompt_column, text_of
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
 from upweight.cli.starter.unrecognised import unrecognised
@@ -241,12 +242,8 @@ def _fit_model(plan: Plan, output: Path) -> None:
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
-        plan.notes.append(f"lengths and memory are not checked: {error}")
-        if plan.gpu is not None:
-            from upweight.cli.fits import near_size
-
-            size = near_size(plan.model)
-            plan.notes.append(f"memory: `upweight fits {size} --memory {plan.gpu:g}` says what fits of that size")
+        plan.notes.append(f"lengths are not checked: {error}")
+        choose_memory_unread(plan, output)
         _guess_chat(plan)
         return
     if getattr(tokenizer, "chat_template", None) and _has_plain_prompts(plan):
@@ -260,7 +257,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
     if longest > plan.sequence_len and plan.method != "grpo":
         kept += ": longer rows are left out" + (f"; the model has {positions} positions" if positions else "")
     plan.notes.append(f"lengths: {what}; {kept}")
-    _choose_memory(plan, output)
+    choose_memory(plan, output)
 
 
 def _has_plain_prompts(plan: Plan) -> bool:
@@ -311,30 +308,6 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
             raise UserError(f"{plan.file}: {problem}. {remedy}")
         plan.notes.append(f"rows: {problem}")
     return max(lengths)
-
-
-def _choose_memory(plan: Plan, output: Path) -> None:
-    """Take the first way of training whose estimate fits."""
-    from upweight.config import parse_config
-    from upweight.models.memory import GIB
-    from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory
-
-    card = None if plan.gpu is None else plan.gpu * GIB
-
-    def estimated(way: dict[str, str]) -> MemoryPlan:
-        plan.memory = way
-        return plan_memory(parse_config(content(plan), folder=output.resolve().parent), card)
-
-    recompute = {"gradient_checkpointing": "true"}
-    four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
-    estimate = estimated({})
-    ways = [recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}]
-    if not estimate.fits and ModelNeeds.of(parse_config(content(plan), folder=output.resolve().parent)).shape.experts:
-        ways += [{**way, "quantize_moe_experts": "true"} for way in ways[1:]]
-    for way in ways:
-        if not estimate.fits:
-            estimate = estimated(way)
-    plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))
 
 
 def _write(plan: Plan, output: Path) -> None:

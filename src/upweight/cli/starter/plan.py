@@ -84,6 +84,7 @@ def text_of(plan: Plan, output: Path) -> str:
     lines = lines.replace("? '' :", "'':")  # the word of an empty cell, as people write it
     memory = dict(plan.memory)
     adapter = memory.pop("adapter", "lora")
+    whole = "; remove these four lines to train all" if adapter == "lora" else ""
     held_out = min(32, max(len(plan.rows) // 10, 1)) if len(plan.rows) > 4 else 0
     answers = held_out and plan.method not in ("grpo", "reward")
     head = HEADS.get(plan.method, f"rl: {plan.method}")
@@ -99,7 +100,7 @@ def text_of(plan: Plan, output: Path) -> str:
         *([f"eval_samples: {min(held_out, 8)}   # how many are answered before and after"] if answers else []),
         *([] if plan.method == "grpo" else [f"sequence_len: {plan.sequence_len}   # longer rows are left out"]),
         "",
-        f"adapter: {adapter}   # trains a few weights beside the model; remove these four lines to train all",
+        f"adapter: {adapter}   # trains a few weights beside the model{whole}",
         "lora_r: 16",
         "lora_alpha: 32",
         "lora_target_linear: true",

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from upweight.data.cache import digest, rows_digest
 from upweight.data.sources.streams import CHUNK_ROWS, Position, RowStream
+from upweight.data.stored_columns import OTHERS, schema_of, with_columns
 from upweight.data.stream.ahead import EncodePool, Raw, ReadAhead
-from upweight.data.workers import OTHERS, EncodeJob, schema_of, with_columns
+from upweight.data.workers import EncodeJob
 from upweight.errors import UserError
 from upweight.log import warn_once
 
