@@ -1,4 +1,4 @@
-"""The columns that prepared rows are stored in, by what a method reads; all further columns of a row are one of JSON."""
+"""The columns that prepared rows are stored in, by what a method reads; further columns of a row are one of JSON."""
 
 import json
 from collections.abc import Collection, Sequence
