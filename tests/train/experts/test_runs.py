@@ -9,6 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from made_runs import metrics_of, on_ranks, write_config, write_model, write_online
+from made_vllm import FakeVllm
 from upweight.cli.export.run import run_merge
 from upweight.config import load_config
 from upweight.errors import UserError
@@ -131,6 +132,24 @@ def test_differences_are_measured_without_a_replay(tmp_path):
     off = replayed(tmp_path / "off", False)
     assert not any(name in row for row in off for name in REPLAYED)
     assert [row["loss"] for row in off] == [row["loss"] for row in rows]
+
+
+def test_the_experts_of_a_server_are_replayed(tmp_path):
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    server = FakeVllm(model)
+    server.records_experts = True
+    config = write_online(tmp_path, model, learning_rate=0.01, lr_scheduler="constant", max_steps=4, bf16=False)
+    content = yaml.safe_load(config.read_text())
+    content["trl"] |= {"routing_replay": True, "num_iterations": 2, "use_vllm": True}
+    content["trl"] |= {"vllm_server_base_url": server.url, "vllm_server_timeout": 20}
+    config.write_text(yaml.safe_dump(content))
+    train(load_config(config))
+    server.close()
+    rows = [row for row in metrics_of(tmp_path / "out") if "loss" in row]
+    assert all(row["router/rerouted_tokens"] == 0 for row in rows)
+    assert rows[0]["router/rerouted_choices"] == 0
+    assert rows[1]["router/rerouted_choices"] > 0  # the second step on a rollout: the routers have moved
+    assert rows[0]["sampling/logp_gap"] < 1e-4
 
 
 def test_a_run_with_adapters_on_experts_replays_and_resumes(tmp_path):

@@ -54,14 +54,14 @@ def tile_of(count: int, depth: int, widths: list[int], processors: int) -> Tile:
     if len(widths) > 1:  # whose x is normed by each of its tiles of columns
         wide = min(widths) >= 2 * FEW_ROWS and (width > _WIDE_SIBLINGS or below > 1)
         columns, block = 128 if wide else 32, _DEPTH // 2
-        programs_wanted = 1.7 * processors if below == 1 else processors
+        most_programs = 1.7 * processors if below == 1 else 1.1 * processors
     else:
         fills_gpu = below * _ceil_div(width, 32) > processors
         columns = 64 if max(width, depth) > _WIDE or fills_gpu else 32
-        programs_wanted = 2 * processors if rows < FEW_ROWS else processors
+        most_programs = 2 * processors if rows < FEW_ROWS else processors
         block = _DEPTH if below * _ceil_div(width, columns) <= processors else _DEPTH // 2
     programs = below * sum(_ceil_div(one, columns) for one in widths)
-    parts = min(max(1, round(programs_wanted / programs)), _MOST_PARTS)
+    parts = min(max(1, int(most_programs / programs)), _MOST_PARTS)
     return Tile(rows, columns, block, _whole_blocks(_ceil_div(depth, parts), block), 4)
 
 
