@@ -148,7 +148,7 @@ class VllmSection(Section):
     prefix_caching: bool | None = setting("vllm.enable_prefix_caching", None, "Reuse the cache of common prefixes.")
     enforce_eager: bool = setting("vllm.enforce_eager", False, "Run without CUDA graphs.")
     scale_out: bool = setting(
-        "vllm.enable_scale_out", False, "Open the routes for token ids with images, which vLLM 0.32 keeps closed."
+        "vllm.enable_scale_out", False, "Open the routes for token ids, which images need and vLLM 0.32 keeps closed."
     )
     reasoning: bool = setting("vllm.enable_reasoning", False, "Separate reasoning text; needs `reasoning_parser`.")
     reasoning_parser: str | None = setting("vllm.reasoning_parser", None, "vLLM's parser for reasoning text.")
