@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -23,13 +24,38 @@ class AttentionCall:
 
     segments: list[int]
     keys: list[list[int]]
-    visible_QK: Tensor | None  # None: plainly causal
-    is_suffix: bool = False  # the last tokens of paths see all before them: no window, no chunk
+    size: int  # queries: the last tokens of each path
+    width: int  # keys
+    offset: int  # of the first query in its chunk
+    rule: Rule
     _bias: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether each token of a path sees all before it, and no other mask is needed."""
+        limited = self.rule.chunk is not None or (self.rule.window is not None and self.rule.window < self.width)
+        return self.size == self.width and not limited
+
+    @property
+    def is_suffix(self) -> bool:
+        """Return whether the last tokens of paths see all before them."""
+        return self.rule == Rule() and self.size < self.width
+
+    @cached_property
+    def visible_QK(self) -> Tensor:
+        """Return which keys of a path its queries see."""
+        before = self.width - self.size
+        query_Q1, key_K = torch.arange(before, self.width)[:, None], torch.arange(self.width)
+        seen = key_K <= query_Q1
+        if self.rule.window is not None:
+            seen &= query_Q1 - key_K < self.rule.window
+        if self.rule.chunk is not None:
+            shift = self.offset + self.rule.chunk * self.width - before  # the first query stands at `offset`
+            seen &= (query_Q1 + shift) // self.rule.chunk == (key_K + shift) // self.rule.chunk
+        return seen
 
     def bias(self, repeat: int, like: Tensor) -> Tensor:
         """Return the mask as an additive bias, repeated for the query heads that share a key head."""
-        assert self.visible_QK is not None
         key = (repeat, like.dtype, like.device)
         if key not in self._bias:
             hidden = ~self.visible_QK.to(like.device)
@@ -60,12 +86,7 @@ class SegmentPlan:
             offset = first % rule.chunk if rule.chunk else 0
             by_shape.setdefault((size, width, offset), []).append((number, [*keys, number]))
         calls = [
-            AttentionCall(
-                [n for n, _ in members],
-                [keys for _, keys in members],
-                _visible(size, width, offset, rule),
-                is_suffix=rule == Rule() and size < width,
-            )
+            AttentionCall([n for n, _ in members], [keys for _, keys in members], size, width, offset, rule)
             for (size, width, offset), members in by_shape.items()
         ]
         return SegmentPlan(sizes, queried, calls)
@@ -114,21 +135,6 @@ def _within_reach(ancestors: Sequence[int], sizes: Sequence[int], rule: Rule, fi
     return kept[::-1]
 
 
-def _visible(size: int, width: int, offset: int, rule: Rule) -> Tensor | None:
-    """Return which of the `width` last keys of a path its last `size` tokens see; None for a plain causal mask."""
-    limited = (rule.window is not None and rule.window < width) or rule.chunk is not None
-    if size == width and not limited:
-        return None
-    query_Q1, key_K = torch.arange(width - size, width)[:, None], torch.arange(width)
-    seen = key_K <= query_Q1
-    if rule.window is not None:
-        seen &= query_Q1 - key_K < rule.window
-    if rule.chunk is not None:
-        shift = offset + rule.chunk * width - (width - size)  # the first query stands at `offset` in its chunk
-        seen &= (query_Q1 + shift) // rule.chunk == (key_K + shift) // rule.chunk
-    return seen
-
-
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, params: AttentionParams) -> Tensor:
     """Attend over a row of trees; query [1, heads, N, width], key and value with as many or fewer heads.
 
@@ -155,7 +161,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, params: Attent
     rows, heads, size, _ = q.shape
     repeat = heads // k.shape[1]
     plain = params.softcap is None and params.sinks is None
-    if plain and call.visible_QK is None:
+    if plain and call.is_causal:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scaling, enable_gqa=repeat > 1)
     if plain and call.is_suffix and _takes_suffixes(q):
         suffix: Any = causal_lower_right(size, k.shape[2])
@@ -175,8 +181,6 @@ def _takes_suffixes(q: Tensor) -> bool:
 
 def _softmax_by_steps(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, params: AttentionParams) -> Tensor:
     """Compute the softmax step by step, for what SDPA cannot do: capped scores and attention sinks."""
-    if call.visible_QK is None:
-        call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()
     repeat = q.shape[2] // len(call.visible_QK)
     scores = (q @ k.transpose(-1, -2)).float() * params.scaling
     if params.softcap is not None:
