@@ -193,7 +193,8 @@ def test_vision_models_of_other_kinds_are_refused(tmp_path):
     [
         ({}, "base_model: no model is named"),
         ({"base_model": "./nowhere"}, r"base_model: \./nowhere is no folder here .*\. Correct the path"),
-        ({"base_model": "acme/no-such-model"}, "base_model: .*'acme/no-such-model': it is not on this machine"),
+        ({"base_model": "acme/no-such-model"}, "base_model: .*'acme/no-such-model': it is not on this machine, and"),
+        ({"base_model": "nothing"}, r"not on this machine \(a relative path is looked up in /.*\), and the hub"),
     ],
 )
 def test_a_model_that_is_not_there_is_an_error_with_the_place_and_the_remedy(settings, message):

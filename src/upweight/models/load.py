@@ -118,11 +118,12 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
             remedy = _remedy_of_folder(Path(source), key, first)
         elif is_offline():
             why = "HF_HUB_OFFLINE is set, or it cannot be reached"
-            remedy = f"it is not on this machine, and the hub is not asked ({why}). {_models_to_name(key)}"
+            not_here = f"it is not on this machine{_looked_up(source)}"
+            remedy = f"{not_here}, and the hub is not asked ({why}). {_models_to_name(key)}"
         else:
             remedy = (
-                "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
-                f"then log in with `hf auth login`): {first}"
+                f"no folder of that name is here{_looked_up(source)}, and the hub did not give it (misspelt, or "
+                f"private: then log in with `hf auth login`): {first}"
             )
         failure = UserError(f"{key}: could not load the {what} of {source!r}: {remedy}")
         of_hub = isinstance(error, OSError) and not Path(source).is_dir()
@@ -136,6 +137,12 @@ def named_by(key: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(re.sub(r"\bbase_model\b", key, str(error))) from foreign_cause(error)
+
+
+def _looked_up(source: str) -> str:
+    """Return where a relative path was looked for; nothing for a name that only the hub has."""
+    may_be_path = source.count("/") != 1 and not Path(source).is_absolute()
+    return f" (a relative path is looked up in {Path.cwd()})" if may_be_path else ""
 
 
 def _models_to_name(key: str) -> str:
