@@ -70,6 +70,10 @@ def arguments() -> str:
         lines += ["", f"### {kind.__name__}", ""]
         if further := {name: key for name, key in named[kind].items() if name not in shared}:
             lines += [*_key_table(further), ""]
+        if scripts := _only_in_scripts(kind):
+            lines += ["Arguments without a key, of scripts alone:", ""]
+            lines += ["| argument | what it does |", "|---|---|"]
+            lines += [*(f"| `{name}` | {text} |" for name, text in scripts.items()), ""]
         if more := nothing[kind] - idle:
             lines.append(f"Accepted, nothing to do: {_listed(more)}.")
         elif not further:
@@ -81,6 +85,12 @@ def _named_keys(kind: type[MethodArguments]) -> dict[str, str]:
     """The config key of every argument that sets one."""
     settings = {argument.name: help_of(argument).setting for argument in dataclasses.fields(kind)}
     return {name: key.path for name, key in settings.items() if key is not None}
+
+
+def _only_in_scripts(kind: type[MethodArguments]) -> dict[str, str]:
+    """The sentence about each argument that sets no key, of those that the class declares by itself."""
+    helps = {one.name: help_of(one) for one in dataclasses.fields(kind) if one.name in vars(kind)["__annotations__"]}
+    return {name: one for name, one in helps.items() if one and not (one.setting or one.no_effect or one.refused)}
 
 
 def _without_effect(kind: type[MethodArguments]) -> set[str]:

@@ -30,7 +30,7 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_read(name, of_run, tmp_pat
 
 def test_a_run_that_has_not_ended_is_answered_with_its_newest_checkpoint(tmp_path):
     (tmp_path / "config.yaml").write_text("base_model: m\nadapter: lora\ndatasets: [{path: d, type: alpaca}]\n")
-    with pytest.raises(UserError, match=r"holds no model.*`upweight train CONFIG --resume` finishes it\.$"):
+    with pytest.raises(UserError, match=r"holds no model.*CONFIG --resume` finishes it, and .*save_model\(\)\.$"):
         find_trained(str(tmp_path), [])
     for step in (5, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -38,6 +38,20 @@ def test_a_run_that_has_not_ended_is_answered_with_its_newest_checkpoint(tmp_pat
     with pytest.raises(UserError, match=r"Until then, name its newest checkpoint: .*checkpoint-10\.$"):
         find_trained(str(tmp_path), [])
     assert find_trained(str(tmp_path / "checkpoint-10"), []).adapter == tmp_path / "checkpoint-10"
+
+
+def test_a_checkpoint_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-5" / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"out/checkpoint-7: there is no such .* Did you mean 'out/checkpoint-5'"):
+        find_trained("out/checkpoint-7", [])
+
+
+def test_the_folder_of_a_script_that_saved_no_model_is_answered_with_how_to_save_one(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds no model: .*a script ends with trainer\.save_model\(\)"):
+        find_trained(str(tmp_path), [])
 
 
 def test_names_that_are_not_there_are_answered_with_those_that_are(tmp_path, monkeypatch):
@@ -61,7 +75,7 @@ def test_a_table_is_answered_with_the_command_that_writes_its_json_lines(tmp_pat
     (tmp_path / "asked.csv").write_text(content)
     with pytest.raises(UserError, match=r"asked\.csv: is a table") as error:
         read_rows(Path("asked.csv"))
-    command = shlex.split(str(error.value).split("`")[3])
+    command = shlex.split(str(error.value).split("`")[-2])
     exec(command[2].replace("YOUR COLUMN", "question"), {})
     assert read_rows(Path("asked.jsonl")) == [{"prompt": "Why?", "answer": "So."}]
 

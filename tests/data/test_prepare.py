@@ -225,6 +225,17 @@ def test_nothing_left_to_evaluate_on_says_so(run):
         run([pair(1)], sequence_len=64, test_datasets=tests)
 
 
+def test_nothing_held_out_that_can_be_read_names_the_key(run):
+    rows = [pair(number, "long " * 200 if number % 2 else "so") for number in range(4)]
+
+    def hold_one_out():
+        for seed in range(20):  # until it is a long one
+            run(rows, sequence_len=64, val_set_size=1, seed=seed)
+
+    with pytest.raises(UserError, match=r"no rows are left to evaluate on.*`val_set_size: 0` trains without"):
+        hold_one_out()
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_bad_row_is_named(run, processes, monkeypatch):
     monkeypatch.setattr(chunks_module, "CHUNK_ROWS", 4)

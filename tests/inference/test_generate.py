@@ -44,6 +44,16 @@ def test_texts_become_user_turns_unless_raw():
     assert read(by_dataset, "hello") == turn
 
 
+def test_a_style_that_the_chat_template_does_not_write_is_warned_of(caplog):
+    writer(entry=DatasetSpec(type="alpaca"), raw=True)
+    writer(entry=DatasetSpec(type="alpaca", as_messages=True))
+    writer(entry=DatasetSpec(type="chat_template"))
+    assert "in the style of" not in caplog.text
+    writer(entry=DatasetSpec(type="alpaca"))
+    assert "training wrote prompts in the style of `type: alpaca`" in caplog.text
+    assert "add --raw" in caplog.text
+
+
 def test_plain_text_begins_with_bos_where_training_does():
     asked = writer("plain", data=None)
     tokenizer = byte_tokenizer("plain")

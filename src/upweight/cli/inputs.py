@@ -105,7 +105,7 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
         warn_once(f"{where} holds no trained model: {config.model.base_model} is used, untrained")
         return TrainedModel(config.model, None, config)
-    if not path.exists() and (path.suffix in (".yaml", ".yml") or not _may_be_on_hub(target)):
+    if not path.exists() and (path.suffix in (".yaml", ".yml") or not _may_be_on_hub(path)):
         hub = "" if "/" in target else " Models of the hub are named ORGANISATION/MODEL."
         raise UserError(no_such_run(path, "config, run or model folder") + hub)
     from upweight.runs.checkpoints import merge_is_stale, refuse_damaged
@@ -121,6 +121,8 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
         if not any(path.glob("*.gguf")):
             require_trained(path)
         return _of_run(path, read_config(run, overrides))
+    if path.is_dir() and (path / RECORD).is_file():  # of a script, which has no config
+        require_trained(path)
     content, adapter = {"base_model": str(path) if path.exists() else target}, None
     if (path / ADAPTER).is_file():
         named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
@@ -130,9 +132,11 @@ def find_trained(target: str, overrides: list[str], *, or_base: bool = False) ->
     return TrainedModel(config.model, adapter, config)
 
 
-def _may_be_on_hub(target: str) -> bool:
-    """Return whether a name can be that of a model on the hub; few have no organisation."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|(distil)?gpt2(-\w+)?", target) is not None
+def _may_be_on_hub(path: Path) -> bool:
+    """Return whether a name can be that of a model on the hub: few have no organisation, none begins with a folder."""
+    if path.parent != Path() and path.parent.is_dir():
+        return False
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|(distil)?gpt2(-\w+)?", str(path)) is not None
 
 
 def _named_base(folder: Path, config: Config, overrides: list[str]) -> TrainedModel | None:
@@ -188,9 +192,11 @@ def text_of(file: Path) -> str:
         raise UserError(f"{file}: there is no such file")
     if file.suffix.lower() in TABLES:
         kind, how = ("parquet", "") if file.suffix.lower() == ".parquet" else ("csv", ", sep=None, engine='python'")
-        read = f"pandas.read_{kind}({str(file)!r}{how}).rename(columns={{'YOUR COLUMN': 'prompt'}})"
+        named = "{'YOUR COLUMN': 'prompt', 'YOUR ANSWERS': 'completion'}"
+        read = f"pandas.read_{kind}({str(file)!r}{how}).rename(columns={named})"
         command = f"python -c \"import pandas; {read}.to_json({file.stem + '.jsonl'!r}, orient='records', lines=True)\""
-        raise UserError(f"{file}: is a table, and JSON lines with a column `prompt` are read: `{command}` writes them")
+        wanted = "JSON lines with a column `prompt`, to score also `completion`, are read"
+        raise UserError(f"{file}: is a table, and {wanted}: `{command}` writes them")
     with utf8_from(file):
         return file.read_text(encoding="utf-8")
 

@@ -76,9 +76,10 @@ class PrepareReport:
             for setting, values in self.suggested.items()
             if any(setting in reason for reason in reasons)
         ]
-        return (
-            f"no rows are left to {use} on. {'; '.join(raised) or 'The lines above count what each was dropped for'}."
-        )
+        why = "; ".join(raised) or "The lines above count what each was dropped for"
+        if use == "evaluate" and not any(part.where.startswith("test_datasets") for part in self.parts):
+            why += ". `val_set_size: 0` trains without an evaluation, a larger one holds out more rows"
+        return f"no rows are left to {use} on. {why}."
 
 
 def warn_of_odd_rows(report: PrepareReport, notes: Mapping[str, str]) -> None:

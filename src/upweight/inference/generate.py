@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.encode import row_images
+from upweight.data.formats.prompt_styles import without_template
 from upweight.data.images.marks import MARKS, expanded, missing_images
 from upweight.data.images.row_images import COLUMNS
 from upweight.data.raw_row import Row, RowError, checked_text
@@ -21,7 +22,7 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.inference.score import load_trained
-from upweight.log import logger
+from upweight.log import logger, warn_once
 from upweight.models.modules import unwrap_peft
 from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
@@ -56,6 +57,11 @@ class TextGenerator:
         self.raw, self.templated, self._new_tokens = raw, known and not raw, new_tokens
         if system and not self.templated:
             raise UserError("a system text needs a chat template: name one (`chat_template`), and leave --raw out")
+        if self.templated and (style := without_template(entry)) is not None:
+            warn_once(
+                f"training wrote prompts in the style of {style}, and here they are put into the chat template: write "
+                "them in that style and add --raw (`upweight preprocess CONFIG --show 1` shows one)"
+            )
         if not known and not raw:
             logger.info("the tokenizer has no chat template: texts are continued as they are")
         base = unwrap_peft(model)

@@ -80,7 +80,7 @@ def require_trained(folder: Path) -> None:
     whole = (path for _, path in checkpoints_of(folder) if any((path / name).is_file() for name in TRAINED))
     newest = next(whole, None)
     instead = "" if newest is None else f" Until then, name its newest checkpoint: {newest}."
-    remedy = f"`upweight train CONFIG --resume` finishes it.{instead}"
+    remedy = f"`upweight train CONFIG --resume` finishes it, and a script ends with trainer.save_model().{instead}"
     raise UserError(f"{folder}: holds no model: it holds shards, or the run has not ended. {remedy}")
 
 

@@ -69,7 +69,8 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     """Check that optional packages are installed; that of the optimizer only where the run trains."""
     module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
     if trains and module is not None and not _installed(module):
-        yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
+        without = " `optimizer: adamw_torch` needs none." if "adam" in config.optim.optimizer else ""
+        yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}.{without}"
     elif trains and config.optim.optimizer in LOW_RANK and not _installed("bitsandbytes"):  # also those without 8 bits
         yield f"optimizer: {package} is installed, and imports one that is not: pip install bitsandbytes."
     for tracker in enabled_trackers(config.tracking):

@@ -369,3 +369,14 @@ def test_the_reward_of_right_answers_can_be_read(column):
     (spec,) = content(plan)["trl"]["reward_funcs"]
     check_specs([spec], "trl.reward_funcs")
     assert builtin_reward(spec).column == column
+
+
+def test_answers_that_are_numbers_are_compared_as_numbers(tmp_path, model):
+    rows = [{"prompt": f"What is {n} + 1?", "answer": n + 1} for n in range(20)]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    refused = upweight("new", "sums.jsonl", "--model", model, "--yes", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "To learn by a reward for right numbers: `upweight new sums.jsonl --method grpo`" in refused.stderr
+    done = upweight("new", "sums.jsonl", "--method", "grpo", "--model", model, "--yes", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trl"]["reward_funcs"] == ["numeric(column='answer')"]

@@ -305,6 +305,9 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
         problem = f"{count} of {len(plan.rows)} rows cannot be read: {'; '.join(causes[:CAUSES])}{more}"
         if count == len(plan.rows):
             remedy = f"If other columns are meant: {plan.table.ask_for(KINDS[plan.method])}"
+            if any(kind in error for error in unread for kind in ("got the number", "got the whole number")):
+                again = f"upweight new {shlex.quote(str(plan.file))} --method grpo"
+                remedy = f"To learn by a reward for right numbers: `{again}`. To imitate them, write them as texts"
             raise UserError(f"{plan.file}: {problem}. {remedy}")
         plan.notes.append(f"rows: {problem}")
     return max(lengths)

@@ -1,5 +1,6 @@
 """What `upweight new` knows of the config to write, and its text."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,11 @@ class Plan:
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
         return self.table.rows
+
+    def has_numbers(self, column: str) -> bool:
+        """Return whether a column holds numbers alone, as texts or not."""
+        values = [str(row[column]).strip() for row in self.rows if row.get(column) not in (None, "")]
+        return bool(values) and all(re.fullmatch(r"[-+]?\d+([.,]\d+)*", value) for value in values)
 
 
 def mapped_columns(entry: Mapping[str, Any]) -> list[str]:
@@ -121,7 +127,8 @@ def _rollout_lines(plan: Plan) -> list[str]:
 
     reward = "rewards.good   # in rewards.py, beside this file: change it"
     if plan.answer:
-        spec = yaml.safe_dump(f"exact(column={plan.answer!r})", allow_unicode=True, width=1000).splitlines()[0]
+        kind = "numeric" if plan.has_numbers(plan.answer) else "exact"
+        spec = yaml.safe_dump(f"{kind}(column={plan.answer!r})", allow_unicode=True, width=1000).splitlines()[0]
         reward = f"{spec}   # `upweight docs rewards` lists others"
     return [
         "trl:",
