@@ -13,6 +13,8 @@ const SORTS = [
   ["order", "As sampled", () => 0],
 ];
 
+const BY_REWARD = ["reward", "worst", "advantage"];
+
 const COLOURS = {
   none: ["Nothing", ""],
   logp: ["Log-prob", "How likely the sampler found each token: the stronger, the more surprising."],
@@ -53,6 +55,8 @@ function completionTools(runs, sets) {
   const select = (id, label, options, value, change) => el("label", { class: "field" }, el("span", {}, label),
     el("select", { id, onchange: (event) => { change(event.target.value); renderWritten(); } },
       options.map(([name, text]) => el("option", { value: name, selected: name === value }, text))));
+  const sorts = SORTS.filter(([name]) => !BY_REWARD.includes(name) || runs.some((run) => run.online));
+  if (!sorts.some(([name]) => name === reading.sort)) reading.sort = "order";
   const tools = [
     sets.length > 1 && select("which-set", "Of", sets.map((name) => [name, setName(name)]), reading.set, (value) => {
       reading.set = value;
@@ -60,7 +64,7 @@ function completionTools(runs, sets) {
     }),
     runs.length > 1 && select("which-run", "Run", [["all", "All runs"], ...runs.map((run, number) => [String(number), run.name])],
       reading.run, (value) => { reading.run = value; }),
-    select("sort", "Sort", SORTS, reading.sort, (value) => { reading.sort = value; }),
+    select("sort", "Sort", sorts, reading.sort, (value) => { reading.sort = value; }),
     select("colour", "Colour tokens by", Object.entries(COLOURS).map(([name, [text]]) => [name, text]), reading.colour,
       (value) => { reading.colour = value; }),
     el("label", { class: "field grow" }, el("span", {}, "Filter"), el("input", {

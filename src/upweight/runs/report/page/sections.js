@@ -18,7 +18,7 @@ const TILES = ["reward", "eval_reward", "loss", "eval_loss", "rewards/accuracies
 const TILE_WORDS = {
   reward: "Reward", eval_reward: "Held-out reward", loss: "Loss", eval_loss: "Held-out loss", "rewards/accuracies": "Accuracy",
   "rewards/margins": "Margin", accuracy: "Accuracy", mean_token_accuracy: "Token accuracy", kl: "KL", entropy: "Entropy",
-  "sampling/entropy": "Entropy", "completions/mean_length": "Completion length", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
+  "sampling/entropy": "Entropy", "completions/mean_length": "Tokens of a completion", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
 };
 const UP = /reward|accurac|margin|pass@/;
 const DOWN = /loss/;
