@@ -78,7 +78,8 @@ class PrepareReport:
         ]
         why = "; ".join(raised) or "The lines above count what each was dropped for"
         if use == "evaluate" and not any(part.where.startswith("test_datasets") for part in self.parts):
-            why += ". `val_set_size: 0` (and `eval_samples: 0`) trains without an evaluation, a larger one holds out more rows"
+            off = "`val_set_size: 0` (and `eval_samples: 0`) trains without an evaluation"
+            why += f". {off}, a larger one holds out more rows"
         return f"no rows are left to {use} on. {why}."
 
 
