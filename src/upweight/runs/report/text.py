@@ -101,6 +101,8 @@ def _health_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
     waiting = [one for one in run["too_early"] if one["level"] == "alarm"]
     if waiting and run["steps"]:
         rules = ", ".join(f"{one['name']} ({one['step']})" for one in waiting)
+        if more := len(run["too_early"]) - len(waiting):
+            rules += f" and {more} that only warn"
         text = f"too early for rules (in brackets the step from which each can judge): {rules}"
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
 

@@ -187,7 +187,7 @@ function groupCard(rows, wanted, largest) {
     rows.every((row) => JSON.stringify((row.columns || {})[name]) === JSON.stringify(value)));
   const shared = new Set(common.map(([name]) => name));
   return el("article", { class: "prompt-group" },
-    el("div", { class: "prompt" }, picturesOf(first, first.images, "image of the prompt"), (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of its row")),
+    el("div", { class: "prompt" }, picturesOf(first, first.images, "image of the prompt"), (first.prompt || []).map((message) => bubble(message, wanted)), columnsOf(common, "of the row")),
     el("div", { class: rows.length > 1 ? "answers" : "answers one", tabIndex: rows.length > 1 ? 0 : undefined },
       folded(rows).map(([row, count]) => answerCard(row, wanted, largest, shared, count))));
 }
