@@ -69,6 +69,7 @@ def by_run_folder(file):
     folder = file.parent / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(file.read_text())
+    (folder / "config.json").write_text("{}")  # it holds a model
     find_trained(str(folder), [])
 
 

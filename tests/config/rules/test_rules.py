@@ -156,7 +156,11 @@ BROKEN = {
         **ROLLED,
         "trl": {**ROLLED["trl"], "rollout_backend": "b.C"},
     },
-    "trl.routing_replay: the agents of the Gym": {**AGENTS, "trl": {**AGENTS["trl"], "routing_replay": True}},
+    "trl.routing_replay: the agents of the Gym": {
+        **GRPO,
+        **AGENTS,
+        "trl": {**AGENTS["trl"], "routing_replay": True},
+    },
     "trl.routing_replay: code of yours": {**ROLLED, "trl": {**ROLLED["trl"], "routing_replay": "measure"}},
     "trl.routing_replay: routers are not tried on weights that DeepSpeed": {
         **GRPO,
