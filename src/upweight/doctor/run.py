@@ -54,7 +54,7 @@ def check_run(folder: Path) -> list[Finding]:
         ended = replace(
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
         )
-    return [ended, *damaged, *_check_rate(folder, record), *_check_health(rows, told=ended.level == "alarm")]
+    return [ended, *damaged, *_check_rate(folder, record), *_check_health(rows, failed=ended.level == "alarm")]
 
 
 def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
@@ -89,11 +89,11 @@ def _check_rate(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
     yield from (Finding("warning", "keys", warning) for warning in warnings)
 
 
-def _check_health(rows: list[dict[str, Any]], *, told: bool) -> Iterator[Finding]:
-    """Apply the health rules to the logged metrics; `told`: how the run ended is a finding that says why."""
+def _check_health(rows: list[dict[str, Any]], *, failed: bool) -> Iterator[Finding]:
+    """Apply the health rules to the logged metrics; `failed`: how the run ended is an alarm already."""
     if not rows:
         yield Finding(
-            "note" if told else "warning", "metrics", f"{METRICS} has no rows: the run ended before its first log"
+            "note" if failed else "warning", "metrics", f"{METRICS} has no rows: the run ended before its first log"
         )
         return
     warnings = verdicts(rows)

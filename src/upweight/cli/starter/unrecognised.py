@@ -22,9 +22,9 @@ def unrecognised(table: Table) -> UserError:
         return UserError(f"{problem}. {remedy} `{entry}`.")
     for name in columns:
         if len(speakers := list(dict.fromkeys(SPEAKER.findall(str(first.get(name) or ""))))) > 1:
-            said = f"{name!r} holds conversations as text, of {' and '.join(map(repr, speakers[:3]))}"
+            transcript = f"{name!r} holds conversations as text, of {' and '.join(map(repr, speakers[:3]))}"
             remedy = "`type: mine.transform` in a config makes messages of them, by a function of yours in mine.py"
-            return UserError(f"{problem}. {said}: {remedy} (`upweight docs formats` has such a function).")
+            return UserError(f"{problem}. {transcript}: {remedy} (`upweight docs formats` has such a function).")
     if _lacks_names(table):
         problem += ". Line 1 seems to be a row: put a line of names before it, such as `prompt,completion`"
     return UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")

@@ -34,8 +34,8 @@ def chat(setup: Setup, row: Row) -> list[Example]:
 def _conversation_in_text(text: str, key: str) -> list[Any]:
     """Return the messages that a text holds as JSON, as cells of a CSV do."""
     with suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), list) and found:
-            return found
+        if isinstance(messages := json.loads(text), list) and messages:
+            return messages
     transform = "a function named by `type` can make it of other texts"
     raise RowError(key, f"a list of messages, or JSON text of one, got {describe_value(text)}; {transform}")
 
