@@ -1,6 +1,7 @@
 """The sampler's kernels on a GPU, one JSON line a case: `python -m bench.gpu_kernels [CASE ...]`.
 
-Linear layers with and without a LoRA of rank 16: `ours_us` by our kernels, `apart_us` by torch's products. Attention of
+Linear layers with and without a LoRA of rank 16: `ours_us` by our kernels, `apart_us` by torch's products, and for few
+rows `int8_us` by our kernels that read weights in 8 bits. Attention of
 one decoding step: ours alone. Microseconds of a call inside a CUDA graph over several copies of the tensors, so that
 none is found in the cache.
 """
@@ -19,12 +20,13 @@ from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.models.kernels import linear as kernel
+from upweight.models.kernels.int8_weights import quantised
 from upweight.models.kernels.tiles import FEW_ROWS
 from upweight.sampler.kernels.paged_attention import paged_step
 from upweight.sampler.pages import PAGE
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}
-ROWS = (64, 128, 256, 512)
+ROWS = (16, 64, 128, 256, 512)
 RANK, SCALING = 16, 2.0
 CACHE = 400_000_000  # bytes that no cache holds
 ATTENTION = [(64, 256, 128), (256, 256, 128), (32, 2048, 512)]  # slots, tokens of a prompt, of a completion
@@ -45,6 +47,7 @@ class Layers:
         self.ups = [drawn(width, RANK) for width in widths] if adapted else []
         self.scalings = [SCALING] * len(self.downs)
         self.gated = gated
+        self.copies = [quantised(weight) for weight in self.weights]
 
     def ours(self, x_ND: Tensor) -> Tensor:
         """By our kernels, whether they pay for these rows or not."""
@@ -55,6 +58,13 @@ class Layers:
             return kernel.few_rows_gated(x_ND, weights, downs, ups, scalings)
         narrow_NR = kernel.few_rows_linears(x_ND, downs, [], [], [], [])
         return kernel.gated_terms(F.linear(x_ND, weights[0]), F.linear(x_ND, weights[1]), narrow_NR, ups, scalings)
+
+    def in_int8(self, x_ND: Tensor) -> Tensor:
+        """By our kernels for few rows, from weights in 8 bits."""
+        values, scales = (list(part) for part in zip(*self.copies, strict=True))
+        if self.gated:
+            return kernel.gated_linears(x_ND, values, self.downs, self.ups, self.scalings, scales=scales)
+        return kernel.linears(x_ND, values, [], self.downs, self.ups, self.scalings, scales=scales)[0]
 
     def apart(self, x_ND: Tensor) -> list[Tensor]:
         """By torch's products."""
@@ -108,6 +118,8 @@ def layers(shape: str) -> Iterator[dict[str, Any]]:
                 ours = microseconds([partial(one.ours, x_ND) for one in all_layers])
                 apart = microseconds([partial(one.apart, x_ND) for one in all_layers])
                 line = {"name": f"{shape}_{kind}", "rows": rows, "rank": RANK if adapted else 0, "ours_us": ours}
+                if rows <= FEW_ROWS:
+                    line["int8_us"] = microseconds([partial(one.in_int8, x_ND) for one in all_layers])
                 yield line | {"apart_us": apart, "ratio": round(apart / ours, 2)}
 
 

@@ -44,7 +44,7 @@ SHORTEST, LONGEST = 128, 383  # tokens of a prompt
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape, prompts and completions of each, the mean and the largest length, and whether with a LoRA."""
+    """A model's shape, prompts and completions of each, the mean and the largest length, a LoRA, weights in 8 bits."""
 
     shape: str
     prompts: int
@@ -53,13 +53,16 @@ class Case:
     cap: int
     lora: bool = False
     calls: int = 3
+    int8: bool = False
 
 
 CASES = {
     "512": Case("1.5b", 32, 16, 512, 2048),
     "512_lora": Case("1.5b", 32, 16, 512, 2048, lora=True),
     "2048": Case("1.5b", 128, 16, 512, 2048, calls=2),
+    "512_int8": Case("1.5b", 32, 16, 512, 2048, int8=True),
     "7b": Case("7b", 16, 16, 512, 2048),
+    "7b_int8": Case("7b", 16, 16, 512, 2048, int8=True),
     "long": Case("1.5b", 4, 16, 8192, 16384, calls=2),
     "small": Case("135m", 4, 16, 400, 512, calls=8),
 }
@@ -116,7 +119,8 @@ def measure(name: str) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     model = policy(case)
     engine = Engine(model)
-    sampler = InProcess(model, engine=engine, end_ids=range(1000, 1000 + VOCABULARY // case.mean), compile=True)
+    ends = range(1000, 1000 + VOCABULARY // case.mean)
+    sampler = InProcess(model, engine=engine, end_ids=ends, compile=True, int8=case.int8)
     blocks = timed_blocks(sampler._sampler)
     seconds, out, prompts = [], [], []
     for call in range(case.calls):

@@ -1,5 +1,6 @@
 """Sampling in process: its log-probs are the training forward's, its completions what a plain loop would sample."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -329,3 +330,52 @@ def test_a_model_that_generate_cannot_cache_is_sampled_without_one(caplog):
     out = InProcess(model, engine=engine).generate(PROMPTS, 2, SAMPLING)
     assert "sampled by transformers' generate without a cache" in caplog.text
     assert largest_difference(engine, model, PROMPTS, out) < 1e-4
+
+
+def layer_weights(model) -> list[torch.nn.Parameter]:
+    """The weights of linear layers in decoder layers, without adapters."""
+    named = model.named_parameters()
+    return [w for name, w in named if ".layers." in name and w.dim() == 2 and "lora_" not in name]
+
+
+def rounded(model):
+    """A copy of a model whose decoder layers have the weights that 8 bits hold."""
+    other = copy.deepcopy(model)
+    for weight in layer_weights(other):
+        step_F1 = weight.data.abs().amax(1, keepdim=True) / 127
+        weight.data = (weight.data / step_F1).round() * step_F1
+    return other
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_weights_in_8_bits_are_those_that_tokens_are_drawn_with(kind: str, adapted: bool):
+    model = with_lora(tiny(kind)) if adapted else tiny(kind)
+    engine = Engine(model)
+    sampler = InProcess(model, engine=engine, int8=True)
+    for _ in range(2):
+        other = rounded(model)
+        out = sampler.generate(PROMPTS, 3, SAMPLING)
+        assert largest_difference(Engine(other), other, PROMPTS, out) < 1e-4
+        assert largest_difference(engine, model, PROMPTS, out) > 1e-3
+        with torch.no_grad():  # a step of training
+            for weight in model.parameters():
+                weight.add_(0.1 * weight.roll(1))
+        sampler.sync(1)
+    held = sampler.held_bytes()
+    sampler.close()
+    assert held - sampler.held_bytes() > sum(weight.numel() for weight in layer_weights(model))
+    assert len(sampler.generate(PROMPTS, 1, SAMPLING)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("gemma2", "of the form of Llama, and Gemma2ForCausalLM has others"),
+        ("qwen3_moe", "of the form of Llama, and Qwen3MoeForCausalLM has others"),
+        ("mamba", "MambaForCausalLM is sampled by transformers' generate"),
+    ],
+)
+def test_other_models_are_not_read_in_8_bits(kind: str, problem: str):
+    with pytest.raises(UserError, match=f"trl.sampler_quantization: .*{problem}"):
+        InProcess(tiny(kind), int8=True).generate(PROMPTS, 1, SAMPLING)

@@ -132,4 +132,5 @@ def _sampler_need(config: Config, shape: Shape, width: float, free: float, card:
     completions = generation_batch(config)
     prompts = -(-completions // group_size(config))
     tokens = (min(completions, MOST_SLOTS) + prompts) * row_tokens(config)[0]
-    return min(tokens * shape.token.keys * width, sampler_bytes(free))
+    copies = shape.linear_parameters if rollout.sampler_quantization else 0  # a byte each
+    return copies + min(tokens * shape.token.keys * width, sampler_bytes(free - copies))

@@ -65,13 +65,22 @@ class CheckResult:
 
 
 def compare_sampling(
-    base: PreTrainedModel, trial: TrialPrompts, draw: Callable[[], Completions], reader: ImageReader | None = None
+    base: PreTrainedModel,
+    trial: TrialPrompts,
+    draw: Callable[[], Completions],
+    reader: ImageReader | None = None,
+    *,
+    rounded: bool = False,
 ) -> CheckResult:
-    """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away."""
+    """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away.
+
+    `rounded`: completions are drawn from weights of less precision than the model's.
+    """
     # Whether forwards compute in float32: they may read copies of the weights in another dtype.
     embeddings: Any = base.get_input_embeddings()
     dtype = embeddings(torch.zeros(1, 1, dtype=torch.long, device=base.device)).dtype
     exact = dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in base.parameters())
+    exact = exact and not rounded
     tolerance = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
     try:
         differences = []

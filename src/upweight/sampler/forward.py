@@ -17,6 +17,7 @@ from upweight.engine.image_rows import image_rows
 from upweight.engine.logits import LogitTransform
 from upweight.engine.routing import Routing, routing_of
 from upweight.errors import UserError
+from upweight.models.kernels.int8_weights import Int8Weights
 from upweight.models.modules import backbone_of
 from upweight.models.processor import ImageReader
 from upweight.models.vision import vision_family
@@ -91,6 +92,7 @@ class CachedForward:
         records: Routing | None = None,  # the routers whose choices are recorded
     ) -> None:
         self.base, self.device, self.records = base, device, records
+        self.int8: Int8Weights | None = None  # read in place of the weights for few rows
         self.images = ImagePrompts(reader)
         family = vision_family(base.config)
         self.shifts = reader is not None and family is not None and family.has_grid  # positions after images

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from upweight.engine.attention.rules import AttentionParams
+from upweight.errors import UserError
 from upweight.models.kernels.fused_layers import epsilon_of, is_gated_mlp, is_rms_norm, plain_weights
+from upweight.models.kernels.int8_weights import Int8Weights
 from upweight.models.kernels.launch import only_compiling
 from upweight.models.kernels.lora_linear import few_rows, is_few
 from upweight.models.kernels.tiles import FEW_ROWS
@@ -24,6 +26,7 @@ from upweight.sampler.forward import CachedForward
 
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _TRIED_TOKENS = 12
 _LARGEST_DIFFERENCE = 0.1  # of logits by another order of roundings, as a share of their mean size; else 1 and more
@@ -31,14 +34,32 @@ _LARGEST_DIFFERENCE = 0.1  # of logits by another order of roundings, as a share
 
 def fused_decoder(forward: CachedForward) -> dict[nn.Module, Callable[..., Tensor]]:
     """Return the fused forward of each decoder layer; none where a layer has another form."""
-    modules = dict(forward.base.named_modules())
-    calls = Counter(layer.module for layer in forward.layers)
-    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if module in calls]
-    if len(around) != len(forward.layers) or not all(map(_has_form, around)):
+    around = usual_layers(forward)
+    if not around:
         return {}
-    fused = FusedDecoder({layer.module: layer.params for layer in forward.layers})
+    fused = FusedDecoder({layer.module: layer.params for layer in forward.layers}, forward.int8)
     forwards: dict[nn.Module, Callable[..., Tensor]] = dict.fromkeys(around, fused)
     return forwards if _same_logits(forward, forwards) else {}
+
+
+def usual_layers(forward: CachedForward) -> list[nn.Module]:
+    """Return the decoder layers of a model in which all have the usual form; none of another model."""
+    modules: dict[str, nn.Module] = dict(forward.base.named_modules())
+    calls = Counter(layer.module for layer in forward.layers)
+    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if module in calls]
+    return around if len(around) == len(forward.layers) and all(map(_has_form, around)) else []
+
+
+def products(forward: CachedForward) -> list[nn.Module]:
+    """Return the linear layers of all decoder layers; raise where these have another form."""
+    blocks = [(layer.get_submodule("self_attn"), layer.get_submodule("mlp")) for layer in usual_layers(forward)]
+    linear = [getattr(attention, name) for attention, _ in blocks for name in sorted(_PROJECTIONS)]
+    linear += [getattr(mlp, name) for _, mlp in blocks for name in sorted(_MLP_PROJECTIONS)]
+    if not linear or any(type(getattr(one, "base_layer", one)) is not nn.Linear for one in linear):
+        name = type(forward.base).__name__
+        problem = f"weights are read in 8 bits in decoder layers of the form of Llama, and {name} has others"
+        raise UserError(f"trl.sampler_quantization: {problem}. Leave it out.")
+    return linear
 
 
 def _has_form(layer: nn.Module) -> bool:
@@ -83,8 +104,8 @@ def _same_logits(forward: CachedForward, forwards: dict[nn.Module, Callable[...,
 class FusedDecoder:
     """The forward of decoder layers; what one layer knows about its output is used by the next."""
 
-    def __init__(self, params: dict[nn.Module, AttentionParams]) -> None:
-        self._params = params
+    def __init__(self, params: dict[nn.Module, AttentionParams], int8: Int8Weights | None = None) -> None:
+        self._params, self._int8 = params, int8
         self._known: tuple[Tensor, Tensor] | None = None  # the last layer's output, and its sums of squares
 
     def __call__(
@@ -96,16 +117,16 @@ class FusedDecoder:
         known, self._known = self._known, None
         squares = known[1] if known is not None and known[0] is hidden_states else None
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        parts = _projected(x_ND, layer.input_layernorm, projections, squares)
+        parts = self._projected(x_ND, layer.input_layernorm, projections, squares)
         width = attention.head_dim
         query, key, value = (
             part.unflatten(-1, (-1, width)).unflatten(0, hidden_states.shape[:2]).transpose(1, 2) for part in parts
         )
         attended = self._attend(attention, query, key, value, position_embeddings)
         attended_ND = attended.transpose(1, 2).reshape(len(x_ND), -1)
-        x_ND, squares = _added(attended_ND, attention.o_proj, x_ND)
-        gated_NF = _gated(x_ND, layer.post_attention_layernorm, mlp, squares)
-        x_ND, squares = _added(gated_NF, mlp.down_proj, x_ND)
+        x_ND, squares = self._added(attended_ND, attention.o_proj, x_ND)
+        gated_NF = self._gated(x_ND, layer.post_attention_layernorm, mlp, squares)
+        x_ND, squares = self._added(gated_NF, mlp.down_proj, x_ND)
         out = x_ND.view(hidden_states.shape)
         self._known = None if squares is None else (out, squares)
         return out
@@ -126,51 +147,60 @@ class FusedDecoder:
             query, key = norms[0](query), norms[1](key)
         return context(call, _rotated(query, cos, sin), _rotated(key, cos, sin), value, params)
 
+    def _projected(self, x_ND: Tensor, norm: Any, layers: Sequence[Any], squares: Tensor | None) -> Sequence[Tensor]:
+        """Return the outputs of layers for the norm of x."""
+        parts = plain_weights(x_ND, list(layers))
+        if few_rows is not None and parts is not None:
+            weights, *others = parts
+            biases, downs, *_ = others
+            # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
+            width = sum(map(len, weights)) // (len(weights) if downs else 1)
+            if len(biases) in (0, len(layers)) and is_few(x_ND, width):
+                known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
+                x_ND = norm(x_ND) if known is None else x_ND
+                read, scales = self._read(x_ND, layers, weights)
+                out = few_rows.linears(x_ND, read, *others, norm=known, scales=scales)[0]
+                return out.split([len(weight) for weight in weights], -1)
+        normed_ND = norm(x_ND)
+        return [layer(normed_ND) for layer in layers]
+
+    def _added(self, x_ND: Tensor, layer: Any, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of a layer's output and a residual, which may be overwritten, and its squares if known."""
+        parts = plain_weights(x_ND, [layer])
+        if few_rows is not None and parts is not None:
+            weights, *others = parts
+            biases, downs, *_ = others
+            # Beyond, torch is faster for one layer without an adapter, although the next norm is a launch then.
+            if is_few(x_ND, len(weights[0])) and (downs or len(x_ND) <= FEW_ROWS):
+                read, scales = self._read(x_ND, [layer], weights)
+                return few_rows.linears(x_ND, read, *others, residual_NF=residual_NF, scales=scales)
+            if not biases and not downs:
+                return residual_NF.addmm_(x_ND, weights[0].t()), None
+        return residual_NF + layer(x_ND), None
+
+    def _gated(self, x_ND: Tensor, norm: Any, mlp: Any, squares: Tensor | None) -> Tensor:
+        """Return silu(gate) * up of the norm of x."""
+        parts = plain_weights(x_ND, [mlp.gate_proj, mlp.up_proj])
+        if few_rows is None or parts is None or parts[1]:
+            normed_ND = norm(x_ND)
+            return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
+        weights, _, downs, ups, scalings = parts
+        if len(x_ND) <= FEW_ROWS:
+            known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
+            x_ND = norm(x_ND) if known is None else x_ND
+            weights, scales = self._read(x_ND, [mlp.gate_proj, mlp.up_proj], weights)
+            return few_rows.gated_linears(x_ND, weights, downs, ups, scalings, known, scales)
+        x_ND = norm(x_ND)
+        narrow_NR = few_rows.linears(x_ND, downs, [], [], [], [])[0] if downs else x_ND
+        gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
+        return few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
+
+    def _read(self, x_ND: Tensor, layers: Sequence[Any], weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the weights that layers read for rows of x, and the scales of those in 8 bits."""
+        copies = [] if self._int8 is None else self._int8.of(x_ND, layers)
+        return ([copy.values_FD for copy in copies] or weights), [copy.scale_F for copy in copies]
+
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-
-def _projected(x_ND: Tensor, norm: Any, layers: Sequence[Any], squares: Tensor | None) -> Sequence[Tensor]:
-    """Return the outputs of layers for the norm of x."""
-    parts = plain_weights(x_ND, list(layers))
-    if few_rows is not None and parts is not None:
-        weights, biases, downs, *_ = parts
-        # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
-        width = sum(map(len, weights)) // (len(weights) if downs else 1)
-        if len(biases) in (0, len(layers)) and is_few(x_ND, width):
-            known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
-            out = few_rows.linears(norm(x_ND) if known is None else x_ND, *parts, norm=known)[0]
-            return out.split([len(weight) for weight in weights], -1)
-    normed_ND = norm(x_ND)
-    return [layer(normed_ND) for layer in layers]
-
-
-def _added(x_ND: Tensor, layer: Any, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a layer's output and a residual, which may be overwritten, and its squares if known."""
-    parts = plain_weights(x_ND, [layer])
-    if few_rows is not None and parts is not None:
-        weights, biases, downs, *_ = parts
-        # Beyond, torch is faster for one layer without an adapter, although the next norm is a launch of its own then.
-        if is_few(x_ND, len(weights[0])) and (downs or len(x_ND) <= FEW_ROWS):
-            return few_rows.linears(x_ND, *parts, residual_NF=residual_NF)
-        if not biases and not downs:
-            return residual_NF.addmm_(x_ND, weights[0].t()), None
-    return residual_NF + layer(x_ND), None
-
-
-def _gated(x_ND: Tensor, norm: Any, mlp: Any, squares: Tensor | None) -> Tensor:
-    """Return silu(gate) * up of the norm of x."""
-    parts = plain_weights(x_ND, [mlp.gate_proj, mlp.up_proj])
-    if few_rows is None or parts is None or parts[1]:
-        normed_ND = norm(x_ND)
-        return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
-    weights, _, downs, ups, scalings = parts
-    if len(x_ND) <= FEW_ROWS:
-        known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
-        return few_rows.gated_linears(norm(x_ND) if known is None else x_ND, weights, downs, ups, scalings, known)
-    x_ND = norm(x_ND)
-    narrow_NR = few_rows.linears(x_ND, downs, [], [], [], [])[0] if downs else x_ND
-    gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
-    return few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)

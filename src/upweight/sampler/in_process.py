@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -13,14 +14,16 @@ from upweight.engine import Engine
 from upweight.engine.routing import install_routing
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.kernels.int8_weights import Int8Weights
 from upweight.models.memory import free_memory, sampler_bytes
-from upweight.models.modules import dropout_off, refuse_ruined_weights, unwrap_peft
+from upweight.models.modules import dropout_off, refuse_ruined_weights, replaced_forwards, unwrap_peft
 from upweight.models.tokenizer import eos_token_ids
 from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
 from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings
 from upweight.sampler.cuda_graphs import GraphSteps
 from upweight.sampler.decode import Decoder
 from upweight.sampler.forward import CachedForward
+from upweight.sampler.fused_decoder import products
 from upweight.sampler.grid_sampler import GridSampler
 from upweight.sampler.hf_generate import hf_generate
 from upweight.sampler.slot_sampler import SlotSampler
@@ -59,6 +62,7 @@ class InProcess:
         compile: bool = False,
         records: bool = False,
         reserved: int = 0,
+        int8: bool = False,
     ) -> None:
         """`model`: the unwrapped model, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
 
@@ -66,6 +70,7 @@ class InProcess:
         free memory on a GPU, less the bytes that are `reserved` for training. `compile` fuses the layers' kernels on a
         GPU, which takes some seconds at first.
         `records`: completions have the experts that routers chose, of a mixture that `install_routing` knows.
+        `int8`: tokens are drawn with weights in 8 bits, of which there are copies until `close`.
         """
         self._model, self._base = model, unwrap_peft(model)
         self._tokenizer = tokenizer
@@ -78,7 +83,7 @@ class InProcess:
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
         self._checked: set[bool] = set()  # without images, with images
         forward = CachedForward(self._base, self._device, self._engine.images, self._routing)
-        self._image_prompts = forward.images
+        self._image_prompts, self._forward, self._int8 = forward.images, forward, int8
         self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
         if self._device.type == "cuda":
             self._sampler = SlotSampler(GraphSteps(Slots(forward), self.compile), prefill_tokens)
@@ -127,7 +132,8 @@ class InProcess:
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
             draw = functools.partial(self._sample_with, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
-                results = gather(compare_sampling(self._base, trial, draw, self._engine.images))
+                check = compare_sampling(self._base, trial, draw, self._engine.images, rounded=self._int8)
+                results = gather(check)
             # Of all ranks the same one, so that all choose the same strategy.
             result = next((result for result in results if not result.passed), results[0])
             if result.passed:
@@ -140,6 +146,9 @@ class InProcess:
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
                 "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
+        if self._int8 and strategy != Strategy.SHARED_PREFIX:
+            problem = "; ".join([*failures, f"{name} is sampled by {strategy}, which reads no weights in 8 bits"])
+            raise UserError(f"trl.sampler_quantization: {problem}. Leave it out.")
         self._strategy = strategy
         self._checked.add(has_images)
         if failures:
@@ -182,7 +191,8 @@ class InProcess:
         if strategy == Strategy.SHARED_PREFIX and not self._ends_in_image(prompts, sampling):
             uniform_SN = _uniform_numbers(len(prompts), rows.count, sampling)
             prompts = self._image_prompts.keys(prompts, sampling.images)
-            self._sampler.sample(prompts, sampling, uniform_SN, rows, self._kv_memory())
+            with self._few_rows_in_int8():
+                self._sampler.sample(prompts, sampling, uniform_SN, rows, self._kv_memory())
         else:
             if self._routing is not None and engine is not None:
                 problem = f"{type(self._base).__name__} is sampled by {Strategy.GENERATE}, which records no experts"
@@ -191,6 +201,15 @@ class InProcess:
             options: dict[str, Any] = {"cached": cached, "reader": self._engine.images}
             hf_generate(self._model, engine, prompts, rows, sampling, **options)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
+
+    def _few_rows_in_int8(self) -> AbstractContextManager[None]:
+        """Let layers read weights in 8 bits for few rows inside, where that is asked for."""
+        if not self._int8:
+            return nullcontext()
+        if self._forward.int8 is None:
+            self._forward.int8 = Int8Weights(products(self._forward))
+        self._forward.int8.refresh()
+        return replaced_forwards(self._forward.int8.forwards())
 
     def _suppressing(self, sampling: Sampling) -> Sampling:
         """Return a sampling that never draws the token which stands for images: no features would belong to it."""
@@ -213,11 +232,14 @@ class InProcess:
 
     def held_bytes(self) -> int:
         """Return the memory of caches that are kept between calls."""
-        return self._sampler.bytes()
+        copies = self._forward.int8.bytes() if self._forward.int8 is not None else 0
+        return self._sampler.bytes() + copies
 
     def close(self) -> None:
-        """Free caches and graphs; the next call creates them again."""
+        """Free caches, graphs and copies of weights; the next call creates them again."""
         self._sampler.release()
+        if self._forward.int8 is not None:
+            self._forward.int8.release()
 
     def _check_request(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
         """Raise for requests that cannot be sampled."""

@@ -18,6 +18,7 @@ GRPO = {**WHOLE, "rl": "grpo", "trl": {"reward_funcs": ["r.f"]}}
 
 GYM = {"nemo_gym_enabled": True, "nemo_gym_auto_start": False, "nemo_gym_datasets": [{"path": "x"}]}
 AGENTS = {**GYM, "trl": {**GRPO["trl"], "use_vllm": True}, "nemo_gym_multi_turn": True}
+IN_8_BITS = {**GRPO, "trl": {**GRPO["trl"], "sampler_quantization": "int8"}}
 ROLLED = {**GRPO, "trl": {**GRPO["trl"], "rollout_func": "r.g"}}
 
 HELD = {**WHOLE, "val_set_size": 2}
@@ -171,6 +172,22 @@ BROKEN = {
         **GRPO,
         "context_parallel_size": 2,
         "trl": {**GRPO["trl"], "routing_replay": True},
+    },
+    "trl.sampler_quantization: is for sampling in this process": served(sampler_quantization="int8"),
+    "trl.sampler_quantization: code of yours": {**ROLLED, "trl": {**ROLLED["trl"], "sampler_quantization": "int8"}},
+    "trl.sampler_quantization: needs all weights": {**IN_8_BITS, "fsdp": True},
+    "trl.sampler_quantization: the weights are quantised already. Drop it, or 'load_in_4bit'": {
+        **IN_8_BITS,
+        "adapter": "qlora",
+        "load_in_4bit": True,
+    },
+    "trl.sampler_quantization: without the importance correction training would drift. Drop it, or drop": {
+        **IN_8_BITS,
+        "trl": {**IN_8_BITS["trl"], "vllm_importance_sampling_correction": False},
+    },
+    "trl.sampler_quantization: without the importance correction training would drift. Drop it, or use rl": {
+        **IN_8_BITS,
+        "rl": "rloo",
     },
     "trl.rollout_backend: there is no 'mine'": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "mine"}},
     "trl.rollout_backend: vLLM is chosen by": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "vllm_server"}},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from made_rollouts import online_trainer
 from made_runs import metrics_of, on_ranks, write_online
 from parity_script import TEMPLATE, made_tokenizer, said
 from parity_script import write_model as write_chat_model
@@ -230,3 +231,17 @@ def test_a_users_backend_trains_from_a_script(tmp_path):
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps)
     with pytest.raises(UserError, match="rollout_backend: cannot be used with 'use_vllm'"):
         GRPOTrainer(model, tokens, GRPOConfig(rollout_backend="a.B", use_vllm=True), rows)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_tokens_drawn_with_weights_in_8_bits_are_corrected_for_in_training(tmp_path, adapter):
+    gaps = []
+    for name, section in {"plain": {}, "int8": {"sampler_quantization": "int8"}}.items():
+        trainer = online_trainer(tmp_path / name, section=section, adapter=adapter, max_steps=2)
+        trainer.train()
+        lines = [row for row in trainer.state.log_history if "sampling/logp_gap" in row]
+        assert len(lines) == 2
+        assert all(("sampling/importance_sampling_ratio/mean" in row) == (name == "int8") for row in lines)
+        assert all(row["sampling/importance_sampling_ratio/max"] > 1 for row in lines if name == "int8")
+        gaps.append(min(row["sampling/logp_gap"] for row in lines))
+    assert gaps[0] < 1e-4 < gaps[1]

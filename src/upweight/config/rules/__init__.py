@@ -18,7 +18,7 @@ ERRORS: tuple[Rule, ...] = (
     training.best_checkpoint, training.held_out_answers, training.shards, training.fsdp, training.deepspeed,
     training.paths,
     rollout.rewards_and_sampling, rollout.environments, rollout.dotted_paths, rollout.backends, rollout.vllm,
-    rollout.routing_replay,
+    rollout.routing_replay, rollout.sampler_quantization,
     rollout.adapters_for_vllm, rollout.weight_transfer,
 )  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (

@@ -19,6 +19,7 @@ NOT_WITH_FEATURES = {
     "nemo_gym_enabled": "ebft compares completions with the answers in the data; use rl: grpo",
 }
 NOT_WITH_BLOCKS = {
+    "trl.sampler_quantization": "strided mode has no correction for samples of other weights; drop it",
     "trl.use_vllm": "blocks are sampled in process, over the keys of their document; drop it",
     "trl.rollout_backend": "blocks are sampled in process, over the keys of their document; drop it",
     "trl.async_prefetch": "strided mode has no correction for samples of an older policy; drop it",

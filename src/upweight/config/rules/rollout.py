@@ -99,6 +99,29 @@ def routing_replay(config: Config) -> Iterator[str]:
         yield f"{key}: experts of rows that ranks share are not replayed. Drop it, or 'context_parallel_size'."
 
 
+def sampler_quantization(config: Config) -> Iterator[str]:
+    """Check that weights in 8 bits can be made where completions are sampled, and that their effect is corrected."""
+    rollout, sharding, key = config.rollout, config.sharding, "trl.sampler_quantization"
+    if rollout.sampler_quantization is None or not config.method.online:
+        return
+    if rollout.use_vllm:
+        yield f"{key}: is for sampling in this process. Drop it; 'vllm.quantization' is what vLLM starts with."
+    for name, value in {"rollout_func": rollout.rollout_func, "rollout_backend": rollout.rollout_backend}.items():
+        if value is not None and value != IN_PROCESS:
+            yield f"{key}: code of yours reads the weights that train. Drop it, or 'trl.{name}'."
+    if sharding.fsdp or sharding.deepspeed is not None:
+        yield f"{key}: needs all weights in each process. Drop it, or train without sharding."
+    adapter = config.adapter
+    quantised = {"load_in_4bit": adapter.load_in_4bit, "load_in_8bit": adapter.load_in_8bit}
+    for name in [name for name, is_on in quantised.items() if is_on] + ["use_onebitllms"] * config.model.ternary:
+        yield f"{key}: the weights are quantised already. Drop it, or '{name}'."
+    settings = config.method.online_settings
+    if settings is not None and settings.sampler_correction is False:
+        switch = "trl.vllm_importance_sampling_correction"
+        remedy = f"drop '{switch}: false'" if switch in config.set_keys else "use rl: grpo or gdpo"
+        yield f"{key}: without the importance correction training would drift. Drop it, or {remedy}."
+
+
 def vllm(config: Config) -> Iterator[str]:
     """Check the options of the vLLM server and of colocated vLLM."""
     rollout = config.rollout

@@ -79,6 +79,9 @@ class RolloutSection(Section):
     release_sampler: bool = setting(
         "trl.release_sampler", False, "Free the memory of sampling in this process after each rollout."
     )
+    sampler_quantization: Literal["int8"] | None = setting(
+        "trl.sampler_quantization", None, "Sample with weights in 8 bits, and train with the importance correction."
+    )
     routing_replay: bool | Literal["measure"] = setting(
         "trl.routing_replay", False, "Train with the experts that the sampler chose; `measure` only compares them."
     )

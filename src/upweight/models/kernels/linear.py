@@ -11,6 +11,7 @@ also writes the sums of its squares by tile, and the kernel that reads the row a
 For more rows torch's products are faster, and only the adapters' terms of a gated product are added here.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -52,13 +53,18 @@ def linears(
     scalings: list[float],
     norm: InputNorm | None = None,
     residual_NF: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Return the concatenated outputs of layers for rows of x; with a residual, of one layer, also squares by tile."""
+    """Return the concatenated outputs of layers for rows of x; with a residual, of one layer, also squares by tile.
+
+    `scales`: weights are integers of 8 bits, which these multiply by output.
+    """
     # All layers, or none, have a bias; all, or none, have an adapter of the same rank.
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     widths = [len(weight) for weight in weights]
-    rows, columns, block, each, stages = tile_of(count, depth, widths, _processors(x_ND.device))
+    tile = tile_of(count, depth, widths, _processors(x_ND.device), int8=bool(scales))
+    rows, columns, block, each, stages = tile
     width, below, parts = sum(widths), triton.cdiv(count, rows), triton.cdiv(depth, each)
     tiles = [triton.cdiv(one, columns) for one in widths]
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
@@ -68,11 +74,11 @@ def linears(
     rank = len(downs[0]) if downs else 0
     launch(
         _linears_kernel, (sum(tiles) * parts, below),
-        x_ND, *_three(weights), *_three(biases or weights), *_three(downs or weights), *_three(ups or weights),
-        out, partials, _counters(x_ND.device), count, *_three(widths), depth, each, parts,
-        *_three(scalings or [0.0]), *_norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
+        x_ND, *_three(weights), *_three(biases or [x_ND]), *_three(downs or [x_ND]), *_three(ups or [x_ND]),
+        *_three(scales or [partials]), out, partials, _counters(x_ND.device), count, *_three(widths), depth, each,
+        parts, *_three(scalings or [0.0]), *_norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
         LAYERS=len(weights), SPLIT=parts > 1, ROWS=rows, COLUMNS=columns, DEPTH=block,
-        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual,
+        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual, SCALED=bool(scales),
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out, squares_TN
@@ -104,18 +110,20 @@ def gated_linears(
     ups: Tensors,
     scalings: list[float],
     norm: InputNorm | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Compute silu(gate) * up for few rows of x, or of its norm."""
+    """Compute silu(gate) * up for few rows of x, or of its norm; `scales` as in `linears`."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     width, rank = len(weights[0]), len(downs[0]) if downs else 0
-    rows, columns, block, stages = gated_tile_of(count, width, adapted=bool(downs))
+    rows, columns, block, stages = gated_tile_of(count, width, adapted=bool(downs), int8=bool(scales))
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     launch(
         _gated_kernel, (triton.cdiv(width, columns), triton.cdiv(count, rows)),
-        x_ND, *weights, *(downs or weights), *(ups or weights), out, count, width, depth, *(scalings or [0.0, 0.0]),
-        *_norm_arguments(norm, x_ND),
+        x_ND, *weights, *(downs or [x_ND] * 2), *(ups or [x_ND] * 2), *(scales or [x_ND] * 2), out, count, width, depth,
+        *(scalings or [0.0, 0.0]), *_norm_arguments(norm, x_ND),
         ROWS=rows, COLUMNS=columns, DEPTH=block, RANK=rank, RANK_UP=_side(rank), NORM=_tiles_of(norm),
+        SCALED=bool(scales),
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
@@ -159,9 +167,9 @@ def _side(rank: int) -> int:
     return max(_SMALLEST_SIDE, triton.next_power_of_2(rank))
 
 
-def _three(of: list[Any]) -> list[Any]:
+def _three(of: Sequence[Any]) -> list[Any]:
     """Repeat the values of one, two or three layers to fill a kernel's three arguments."""
-    return (of * MOST_LAYERS)[:MOST_LAYERS]
+    return (list(of) * MOST_LAYERS)[:MOST_LAYERS]
 
 
 @cache
@@ -190,6 +198,14 @@ def _load_tile(at, row, rows, column, columns):
         at + row[:, None].to(tl.int64) * columns + column[None, :],
         mask=(row[:, None] < rows) & (column[None, :] < columns), other=0.0,
     )  # fmt: skip
+
+
+@triton.jit
+def _scaled(sums, at, column, width, SCALED: tl.constexpr):
+    """Multiply the sums over integers of a weight, one number for each column of the output."""
+    if SCALED:
+        sums *= tl.load(at + column, mask=column < width, other=0.0)[None, :]
+    return sums
 
 
 @triton.jit
@@ -245,10 +261,11 @@ def _store_rows(
 @triton.jit(do_not_specialize=["count", "parts", "square_tiles"])
 def _linears_kernel(
     x_at, weight_at, weight_1, weight_2, bias_at, bias_1, bias_2, down_at, down_1, down_2, up_at, up_1, up_2,
-    out_at, partials_at, counters, count, width, width_1, width_2, depth, each, parts, scaling, scaling_1, scaling_2,
-    norm_at, squares_at, square_tiles, epsilon, residual_at, new_squares_at,
+    scale_at, scale_1, scale_2, out_at, partials_at, counters, count, width, width_1, width_2, depth, each, parts,
+    scaling, scaling_1, scaling_2, norm_at, squares_at, square_tiles, epsilon, residual_at, new_squares_at,
     LAYERS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     RANK: tl.constexpr, RANK_UP: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
     layer_tile, before, total = tile, 0, width
@@ -257,11 +274,13 @@ def _linears_kernel(
         if layer_tile >= tiles:
             layer_tile, before = layer_tile - tiles, width
             weight_at, bias_at, down_at, up_at, width, scaling = weight_1, bias_1, down_1, up_1, width_1, scaling_1
+            scale_at = scale_1
     if LAYERS > 2:
         tiles, total = tl.cdiv(width_1, COLUMNS), total + width_2
         if (before > 0) & (layer_tile >= tiles):
             layer_tile, before = layer_tile - tiles, before + width_1
             weight_at, bias_at, down_at, up_at, width, scaling = weight_2, bias_2, down_2, up_2, width_2, scaling_2
+            scale_at = scale_2
     column = layer_tile * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
@@ -273,9 +292,10 @@ def _linears_kernel(
     for start in range(part * each, tl.minimum(part * each + each, depth), DEPTH):
         at = start + tl.arange(0, DEPTH)
         x = _load_normed(x_at, row, count, at, depth, scale, norm_at, NORM)
-        sums = tl.dot(x, tl.trans(_load_tile(weight_at, column, width, at, depth)), sums)
+        sums = tl.dot(x, tl.trans(_load_tile(weight_at, column, width, at, depth).to(x.dtype)), sums)
         if RANK > 0:
             narrow = tl.dot(x, tl.trans(_load_tile(down_at, in_rank, RANK, at, depth)), narrow)
+    sums = _scaled(sums, scale_at, column, width, SCALED)
     if RANK > 0:
         up = _load_tile(up_at, column, width, in_rank, RANK)
         sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
@@ -298,10 +318,10 @@ def _linears_kernel(
 
 @triton.jit(do_not_specialize=["count", "square_tiles"])
 def _gated_kernel(
-    x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, out_at, count, width, depth, gate_scaling, up_scaling,
-    norm_at, squares_at, square_tiles, epsilon,
+    x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, gate_scale, up_scale, out_at, count, width, depth,
+    gate_scaling, up_scaling, norm_at, squares_at, square_tiles, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -316,11 +336,13 @@ def _gated_kernel(
     for start in range(0, depth, DEPTH):
         at = start + tl.arange(0, DEPTH)
         x = _load_normed(x_at, row, count, at, depth, scale, norm_at, NORM)
-        gate = tl.dot(x, tl.trans(_load_tile(gate_at, column, width, at, depth)), gate)
-        up = tl.dot(x, tl.trans(_load_tile(up_at, column, width, at, depth)), up)
+        gate = tl.dot(x, tl.trans(_load_tile(gate_at, column, width, at, depth).to(x.dtype)), gate)
+        up = tl.dot(x, tl.trans(_load_tile(up_at, column, width, at, depth).to(x.dtype)), up)
         if RANK > 0:
             gate_narrow = tl.dot(x, tl.trans(_load_tile(gate_down, in_rank, RANK, at, depth)), gate_narrow)
             up_narrow = tl.dot(x, tl.trans(_load_tile(up_down, in_rank, RANK, at, depth)), up_narrow)
+    gate = _scaled(gate, gate_scale, column, width, SCALED)
+    up = _scaled(up, up_scale, column, width, SCALED)
     if RANK > 0:
         wide = _load_tile(gate_up, column, width, in_rank, RANK)
         gate += tl.dot(gate_narrow.to(wide.dtype), tl.trans(wide)) * gate_scaling

@@ -17,6 +17,7 @@ _WIDE = 3072  # inputs or outputs of one layer beyond which a tile has twice the
 _WIDE_SIBLINGS, _WIDE_GATED = 4096, 16_384  # outputs of layers that share an input, and of a gate
 _SMALL, _UNSPLIT = 1_000_000, 1024  # weights of a layer in all, and inputs that one program reads
 _MOST_PARTS = 8
+_STAGES_OF_INT8 = 2  # more of them, since a stage of weights in 8 bits has half the bytes; not measured
 
 
 class Tile(NamedTuple):
@@ -43,8 +44,14 @@ def most_rows(depth: int, width: int) -> int:
     return max(FEW_ROWS, min(_MOST_ROWS, _MOST_MULTIPLICATIONS // (depth * width)))
 
 
-def tile_of(count: int, depth: int, widths: list[int], processors: int) -> Tile:
+def tile_of(count: int, depth: int, widths: list[int], processors: int, *, int8: bool = False) -> Tile:
     """Return the tile for so many rows of x and for layers of these widths, which share it."""
+    tile = _tile_of(count, depth, widths, processors)
+    return tile._replace(stages=tile.stages + _STAGES_OF_INT8) if int8 else tile
+
+
+def _tile_of(count: int, depth: int, widths: list[int], processors: int) -> Tile:
+    """Return the tile for weights in half precision."""
     rows, width = _tile_rows(count), sum(widths)
     below = _ceil_div(count, rows)
     if depth * width <= _SMALL and below == 1:  # read in a few microseconds, of which merging parts would be one
@@ -65,10 +72,10 @@ def tile_of(count: int, depth: int, widths: list[int], processors: int) -> Tile:
     return Tile(rows, columns, block, _whole_blocks(_ceil_div(depth, parts), block), 4)
 
 
-def gated_tile_of(count: int, width: int, *, adapted: bool) -> GatedTile:
+def gated_tile_of(count: int, width: int, *, adapted: bool, int8: bool = False) -> GatedTile:
     """Return the tile of a gated product for so many rows of x, with or without adapters."""
     rows = _TILE_ROWS[0] if count <= _TILE_ROWS[0] else FEW_ROWS  # 32 rows would read x too often
-    stages = 3 if width > _WIDE_GATED else 4
+    stages = (3 if width > _WIDE_GATED else 4) + (_STAGES_OF_INT8 if int8 else 0)
     if width < MIN_GATED_OUTPUTS:
         columns = 16
     elif adapted:

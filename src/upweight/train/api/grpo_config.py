@@ -72,6 +72,7 @@ class RolloutArguments(MethodArguments):
     rollout_backend_kwargs: dict[str, Any] | None = field_for(RolloutSection, "rollout_backend_args", default=None)  # noqa: RUF009
     compile_sampler: bool = field_for(RolloutSection, "compile_sampler")
     release_sampler: bool = field_for(RolloutSection, "release_sampler")
+    sampler_quantization: str | None = field_for(RolloutSection, "sampler_quantization")
     routing_replay: bool | str = field_for(RolloutSection, "routing_replay")
     reward_num_workers: int = field_for(RolloutSection, "reward_workers")
     reward_timeout: float = field_for(RolloutSection, "reward_timeout")

@@ -124,7 +124,7 @@ def build_rollouts(
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
     schedule = _rollout_schedule(section, plan, policy, sharded_work, backend)
-    off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
+    off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS or section.sampler_quantization
     masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
     producer = Producer(
         method=method,

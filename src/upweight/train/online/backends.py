@@ -66,6 +66,7 @@ def in_process(inputs: BackendInputs) -> InProcess:
         compile=inputs.config.rollout.compile_sampler,
         reserved=policy.reserved,
         records=policy.engine.replay is not None,
+        int8=inputs.config.rollout.sampler_quantization is not None,
     )
     numbers = [] if isinstance(rows, FedPrompts) else range(len(rows))
     longest = max(

@@ -1,0 +1,101 @@
+"""Weights of linear layers in 8 bits, for the few rows of sampling: half the bytes are read beside those in training.
+
+The weights of an output are divided by their largest magnitude / 127 and rounded. Activations stay as they are.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from upweight.models.kernels.lora_linear import few_rows, is_half_inference
+from upweight.models.kernels.tiles import FEW_ROWS
+
+_LARGEST = 127
+
+
+class Int8Weight(NamedTuple):
+    """Integers, and by output what they are multiplied by."""
+
+    values_FD: Tensor
+    scale_F: Tensor
+
+
+class Int8Weights:
+    """Copies in 8 bits of the weights of layers, by layer; they stay at their addresses until they are released."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        """`layers`: linear ones, or LoRA layers around these."""
+        self._layers = list(layers)
+        self._copies: dict[nn.Module, Int8Weight] = {}
+        self._copied_from: dict[nn.Module, tuple[int, int]] = {}  # address and changes of a weight
+
+    def refresh(self) -> None:
+        """Copy the weights that have changed since they were copied."""
+        for layer in map(_linear, self._layers):
+            weight: Tensor = layer.weight
+            state = weight.data_ptr(), weight._version
+            if self._copied_from.get(layer) == state:
+                continue
+            new = quantised(weight)
+            for kept, part in zip(self._copies.setdefault(layer, new), new, strict=True):
+                kept.copy_(part)
+            self._copied_from[layer] = state
+
+    def of(self, x_ND: Tensor, layers: Sequence[nn.Module]) -> list[Int8Weight]:
+        """Return the weights that layers read for rows of x; none where rows are so many that reading takes no time."""
+        return [self._copies[_linear(layer)] for layer in layers] if _reads_8_bits(x_ND) else []
+
+    def forwards(self) -> dict[nn.Module, Callable[..., Tensor]]:
+        """Return forwards of the layers that read the copies, for where no kernel does."""
+        forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+        for outer in self._layers:
+            layer = _linear(outer)
+            forwards[layer] = partial(self._linear_forward, layer.forward)
+            if outer is not layer:
+                forwards[outer] = partial(_adapter_forward, outer.forward)
+        return forwards
+
+    def _linear_forward(self, stock: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:
+        if not _reads_8_bits(x):
+            return stock(x)
+        values_FD, scale_F = self._copies[layer]
+        biases = [] if layer.bias is None else [layer.bias]
+        if few_rows is not None and is_half_inference(x):
+            x_ND = x.reshape(-1, x.shape[-1])
+            out_NF = few_rows.linears(x_ND, [values_FD], biases, [], [], [], scales=[scale_F])[0]
+            return out_NF.view(*x.shape[:-1], -1)
+        return sum(biases, F.linear(x, values_FD.to(x.dtype)) * scale_F.to(x.dtype))
+
+    def bytes(self) -> int:
+        """Return the memory of the copies."""
+        return sum(part.nbytes for copy in self._copies.values() for part in copy)
+
+    def release(self) -> None:
+        """Free the copies."""
+        self._copies.clear()
+        self._copied_from.clear()
+
+
+def _adapter_forward(stock: Callable[..., Tensor], layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run PEFT's forward, which calls the base layer; ours reads the base layer's weight itself."""
+    return type(layer).forward(layer, x, *args, **kwargs) if _reads_8_bits(x) else stock(x, *args, **kwargs)
+
+
+def _reads_8_bits(x: Tensor) -> bool:
+    return x.numel() <= FEW_ROWS * x.shape[-1]
+
+
+def _linear(layer: Any) -> Any:
+    return getattr(layer, "base_layer", layer)
+
+
+def quantised(weight_FD: Tensor) -> Int8Weight:
+    """Return a weight in 8 bits."""
+    weight_FD = weight_FD.detach()
+    smallest = torch.finfo(torch.float32).tiny  # for outputs whose weights are all 0
+    scale_F = (weight_FD.abs().amax(1).float() / _LARGEST).clamp_(min=smallest)
+    return Int8Weight((weight_FD.float() / scale_F[:, None]).round_().to(torch.int8), scale_F)
