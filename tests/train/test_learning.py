@@ -51,7 +51,7 @@ def learning_curve(folder, model, seed, section):
     """Rewards of each step, and all that was logged."""
     trainer = online_trainer(
         folder, method=GRPO(**{"num_generations": 16, "max_completion_length": 4}), rewards=[same_letter],
-        model=copy.deepcopy(model), rows=2, words=LETTERS, step=32, max_steps=40, optim="adamw_torch",
+        model=copy.deepcopy(model), rows=2, words=LETTERS, step=32, max_steps=40, optim="adamw_torch_fused",
         learning_rate=2e-3, max_grad_norm=1.0, seed=seed, section=section,
     )  # fmt: skip
     trainer.train()

@@ -83,7 +83,7 @@ class InProcess:
         self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
         self._checked: set[bool] = set()  # without images, with images
         forward = CachedForward(self._base, self._device, self._engine.images, self._routing)
-        self._image_prompts, self._forward, self._int8 = forward.images, forward, int8
+        self._image_prompts, self._forward, self.int8 = forward.images, forward, int8
         self._sampler: SlotSampler | GridSampler = GridSampler(Decoder(forward), prefill_tokens)
         if self._device.type == "cuda":
             self._sampler = SlotSampler(GraphSteps(Slots(forward), self.compile), prefill_tokens)
@@ -132,7 +132,7 @@ class InProcess:
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
             draw = functools.partial(self._sample_with, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
-                check = compare_sampling(self._base, trial, draw, self._engine.images, rounded=self._int8)
+                check = compare_sampling(self._base, trial, draw, self._engine.images, rounded=self.int8)
                 results = gather(check)
             # Of all ranks the same one, so that all choose the same strategy.
             result = next((result for result in results if not result.passed), results[0])
@@ -146,7 +146,7 @@ class InProcess:
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
                 "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
-        if self._int8 and strategy != Strategy.SHARED_PREFIX:
+        if self.int8 and strategy != Strategy.SHARED_PREFIX:
             problem = "; ".join([*failures, f"{name} is sampled by {strategy}, which reads no weights in 8 bits"])
             raise UserError(f"trl.sampler_quantization: {problem}. Leave it out.")
         self._strategy = strategy
@@ -204,7 +204,7 @@ class InProcess:
 
     def _few_rows_in_int8(self) -> AbstractContextManager[None]:
         """Let layers read weights in 8 bits for few rows inside, where that is asked for."""
-        if not self._int8:
+        if not self.int8:
             return nullcontext()
         if self._forward.int8 is None:
             self._forward.int8 = Int8Weights(products(self._forward))
@@ -222,9 +222,11 @@ class InProcess:
         return any(prompt[-1] == refs[0].token_id for prompt, refs in each if refs)
 
     def sync(self, version: int) -> None:
-        """Set the policy version of the following completions; the weights are shared and need no sync."""
+        """Set the policy version of the following completions, and drop what was made of the weights before."""
         self._version = version
         self._sampler.forget()
+        if self._forward.int8 is not None:
+            self._forward.int8.forget()
 
     def version(self) -> int:
         """Return the policy version that the next request is sampled from."""

@@ -202,6 +202,15 @@ def test_on_a_gpu_sampling_follows_weights_that_move(folder):
         assert math.isfinite(trainer.evaluate()["eval_reward"])
 
 
+def test_weights_in_8_bits_follow_the_training_of_a_script(folder):
+    trainer = grpo(folder, max_steps=4, sampler_quantization="int8")
+    trainer.train()
+    gaps, ratios = (history(trainer, f"sampling/{name}") for name in ("logp_gap", "importance_sampling_ratio/max"))
+    assert len(gaps) == len(ratios) == 4
+    assert all(1e-4 < gap < 0.05 for (gap,) in gaps)
+    assert all(ratio > 1 for (ratio,) in ratios)
+
+
 def test_generate_completions_takes_slices_lists_and_rows(folder, capsys):
     trainer = grpo(folder, reward_funcs=[vowels(), early()], reward_weights=[1.0, 2.0])
     rows = Dataset.from_list(ROWS)

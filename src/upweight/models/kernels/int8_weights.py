@@ -33,6 +33,10 @@ class Int8Weights:
         self._copies: dict[nn.Module, Int8Weight] = {}
         self._copied_from: dict[nn.Module, tuple[int, int]] = {}  # address and changes of a weight
 
+    def forget(self) -> None:
+        """Have all weights copied again: fused optimizers change them without counting the change."""
+        self._copied_from.clear()
+
     def refresh(self) -> None:
         """Copy the weights that have changed since they were copied."""
         for layer in map(_linear, self._layers):
@@ -77,7 +81,7 @@ class Int8Weights:
     def release(self) -> None:
         """Free the copies."""
         self._copies.clear()
-        self._copied_from.clear()
+        self.forget()
 
 
 def _adapter_forward(stock: Callable[..., Tensor], layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

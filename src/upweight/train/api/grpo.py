@@ -115,6 +115,7 @@ class GRPOTrainer(MethodTrainer):
         if isinstance(sampler, InProcess):  # device and dtype of the weights change when a training starts or ends
             engine = self.runner.engine
             options = {"engine": engine, "compile": sampler.compile, "records": engine.replay is not None}
+            options["int8"] = sampler.int8
             device = self.accelerator.device if self.sharding != "none" else None
             rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)
             producer.check_sampling, producer.compiles = rollouts.generator.check_sampling, rollouts.generator

@@ -92,6 +92,7 @@ class HeldOutAnswers(TrainerCallback):
         try:
             with torch.random.fork_rng(devices):  # what a run trains does not depend on whether it answers
                 wanted = (self.run.answer_tokens, self.run.answer_temperature, self.run.answer_top_p)
+                self.sampler.sync(self.trainer.state.global_step)
                 sampling = Sampling(*wanted, self.run.answer_top_k, seed=0)
                 groups = self.sampler.generate(prompts, 1, sampling, on_tokens=take)
         except _TimeIsUp:
