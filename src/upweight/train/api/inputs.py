@@ -100,7 +100,11 @@ def parts_for(
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
-        logger.info("model: going on with the adapter that an earlier trainer gave it")
+        going_on = "model: going on with the adapter that an earlier trainer gave it"
+        if peft_config is None:
+            logger.info("%s", going_on)
+        else:  # perhaps a cell that runs again, which asks for a fresh one
+            logger.warning("warning: %s; for a fresh one, load the model again", going_on)
         model, peft_config = kept, None
     _refuse_inputs(model, args, ref_model, peft_config, others)
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
