@@ -222,9 +222,7 @@ def load_model(
             f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` nor a field of the config."
         ) from error
     if gguf_file is not None and Path(source).is_dir():
-        model.name_or_path = str(
-            Path(source, gguf_file)
-        )  # which an adapter saves as its base: the folder names no model
+        model.name_or_path = str(Path(source, gguf_file))  # an adapter saves it as its base; a folder would not load
     if ternary:
         del model.hf_quantizer  # the weights are plain ones, and with it `save_pretrained` takes no gathered ones
         model.is_quantized = False
