@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
 from made_gguf import write_gguf
@@ -12,7 +14,9 @@ from tiny_models import tiny
 from upweight.cli.app import app
 from upweight.cli.export.run import run_merge
 from upweight.config import load_config
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
+from upweight.models.load import load_model
 from upweight.train.run import train
 
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "max_steps": 2, "learning_rate": 0.05}
@@ -123,6 +127,26 @@ def test_gguf_files_are_read(tmp_path):
     by_file = inference(tmp_path / "model" / "tiny.gguf", words, "--prompt", "hello", *FEW)
     assert by_file == inference(tmp_path / "model", words, "gguf_file=tiny.gguf", "--prompt", "hello", *FEW)
     assert by_file.strip()
+
+
+def test_an_adapter_on_a_gguf_file_is_found_by_its_folder_alone(tmp_path):
+    pytest.importorskip("gguf")
+    tokenizer = byte_tokenizer()
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "tiny.gguf"
+    write_gguf(tiny("llama", vocab_size=len(tokenizer), tie_word_embeddings=False), file)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(load_model(ModelSection(base_model=str(file)), torch.float32), lora)
+    for saved in (adapted, tokenizer):
+        saved.save_pretrained(tmp_path / "adapter")
+    few = ("--prompt", "hello", "--temperature", 0, "--max-new-tokens", 8)
+    words = f"tokenizer_config={tmp_path / 'adapter'}"
+    said = inference(tmp_path / "adapter", words, *few)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        file
+    )
+    assert said.strip()
+    assert said != inference(file, words, *few)
 
 
 def test_what_is_wrong_is_said(model, tmp_path):

@@ -93,6 +93,9 @@ def test_evaluate_measures_what_a_run_trained_and_says_which_weights_it_took(mod
     assert (missing.returncode, "Steps there: 2, 4" in missing.stderr) == (2, True)
     assert "name a run's folder" in upweight("evaluate", file, "--checkpoint", 2).stderr
     assert "is no folder of a run" in upweight("evaluate", model_folder).stderr
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "run.json").write_text("{}")
+    assert "Call trainer.evaluate(rows) in the script" in upweight("evaluate", tmp_path / "script").stderr
 
 
 def test_evaluate_of_an_online_run_finds_its_rewards_from_anywhere_and_warns_of_nothing(

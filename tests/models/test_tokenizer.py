@@ -84,6 +84,12 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path):
         load_tokenizer(ModelSection(base_model=str(tmp_path)))
 
 
+def test_a_folder_with_a_gguf_file_alone_names_it(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"the folder holds a GGUF file: name it, `base_model: .*/tiny.gguf`\.$"):
+        load_tokenizer(ModelSection(base_model=str(tmp_path)))
+
+
 def test_an_unknown_tokenizer_class_is_an_error(folder):
     with pytest.raises(UserError, match="tokenizer_type"):
         load_tokenizer(ModelSection(base_model=folder, tokenizer_class="NoSuchTokenizer"))

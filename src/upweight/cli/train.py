@@ -18,7 +18,7 @@ from upweight.errors import UserError
 from upweight.log import logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
 from upweight.runs.command import started_by
-from upweight.runs.files import CONFIG, METRICS, no_such_run, read_json
+from upweight.runs.files import CONFIG, METRICS, RECORD, no_such_run, read_json
 from upweight.runs.record import TRAINED, earlier_run, require_trained
 from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
@@ -114,6 +114,10 @@ def _run_to_evaluate(folder: Path, checkpoint: int | None) -> tuple[Path, Path]:
     """Return the config of a run, and the folder of the weights that are evaluated."""
     run = folder.parent if step_of(folder) is not None else folder
     if not (run / CONFIG).is_file():
+        if (run / RECORD).is_file():
+            raise UserError(
+                f"{run}: a script trained it, without a {CONFIG}. Call trainer.evaluate(rows) in the script."
+            )
         remedy = f"Name the output_dir of a run, which holds {CONFIG}, or a config"
         raise UserError(f"{folder}: is no folder of a run. {remedy}.")
     weights = folder if checkpoint is None else run / f"checkpoint-{checkpoint}"

@@ -46,6 +46,12 @@ def _missing(key: str, place: str) -> Iterator[str]:
         yield f"{key}: {place} is no folder here (looked in {path.absolute()}).{meant}"
 
 
+def packed_remedy(folder: Path, key: str) -> str | None:
+    """Return that a folder holds a GGUF file, and how it is named; None where it holds none."""
+    files = sorted(folder.glob("*.gguf"))
+    return f"holds a GGUF file: name it, `{key}: {files[0]}`" if files else None
+
+
 def lacks_tokenizer(source: str) -> bool:
     """Return whether a folder has no file of a tokenizer; transformers makes an empty one of its config alone."""
     folder = Path(source)
@@ -111,7 +117,7 @@ def _unusable(folder: Path, section: ModelSection) -> str | None:
         broken = broken_weights(folder)
         return None if broken is None else f"does not hold a whole model: {broken}."
     if packed:
-        return f"holds a GGUF file, which is named itself: `base_model: {folder / packed[0]}`."
+        return f"{packed_remedy(folder, 'base_model')}."
     kinds = list(dict.fromkeys(Path(name).suffix or name for name in names))
     seen = ", ".join(kinds[:MOST_KINDS]) + (", ..." if len(kinds) > MOST_KINDS else "")
     holds = f"; it holds {len(names)} files ({seen})" if names else "; it holds no files"

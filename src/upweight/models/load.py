@@ -26,7 +26,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
-from upweight.models.first_look import broken_weights
+from upweight.models.first_look import broken_weights, packed_remedy
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
@@ -78,8 +78,8 @@ def teacher_source(
 
 def _remedy_of_folder(folder: Path, key: str, problem: str) -> str:
     """Return what a folder holds in place of a whole model, and what to do."""
-    if files := sorted(folder.glob("*.gguf")):
-        return f"the folder holds a GGUF file: name it, `{key}: {files[0]}`"
+    if (packed := packed_remedy(folder, key)) is not None:
+        return f"the folder {packed}"
     adapter = folder / "adapter_config.json"
     if adapter.is_file() and not (folder / "config.json").is_file():
         base = read_json(adapter).get("base_model_name_or_path") or "another model"
@@ -221,6 +221,8 @@ def load_model(
         raise UserError(
             f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` nor a field of the config."
         ) from error
+    if gguf_file is not None and Path(source).is_dir():
+        model.name_or_path = str(Path(source, gguf_file))  # an adapter saves it as its base; a folder would not load
     if ternary:
         del model.hf_quantizer  # the weights are plain ones, and with it `save_pretrained` takes no gathered ones
         model.is_quantized = False

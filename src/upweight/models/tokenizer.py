@@ -13,7 +13,7 @@ from transformers.utils.hub import cached_file
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import inform_once
-from upweight.models.first_look import TOKENIZER_REMEDY, lacks_tokenizer
+from upweight.models.first_look import TOKENIZER_REMEDY, lacks_tokenizer, packed_remedy
 from upweight.models.load import load_failures, resolve_source
 from upweight.models.processor import with_processor
 
@@ -40,8 +40,8 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         options["mistral_format"] = False
         options |= {"fix_mistral_regex": True} if section.mistral_tokens else {}
     if chosen is AutoTokenizer and gguf_file is None and lacks_tokenizer(source):
-        problem = f"could not load the tokenizer of {source!r}: the folder has no tokenizer files (tokenizer.json)"
-        raise UserError(f"{key}: {problem}. {TOKENIZER_REMEDY}.")
+        reason = packed_remedy(Path(source), key) or f"has no tokenizer files (tokenizer.json). {TOKENIZER_REMEDY}"
+        raise UserError(f"{key}: could not load the tokenizer of {source!r}: the folder {reason}.")
     with load_failures(key, source, "tokenizer"):
         tokenizer = chosen.from_pretrained(source, **options)
     if section.mistral_tokens:

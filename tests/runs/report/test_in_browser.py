@@ -98,6 +98,15 @@ def test_a_young_run_is_not_green(tmp_path):
     assert "well good" not in shown
 
 
+def test_a_step_that_trained_on_nothing_is_not_the_speed_of_the_run(tmp_path):
+    speeds = (50.0, 40.0, 0.0)
+    rows = [{"step": step, "reward": 1.0, "tokens_per_second": speed} for step, speed in enumerate(speeds, 1)]
+    shown = seen(write_report([write_run(tmp_path / "run", rows=rows)]), tmp_path)
+    tile = re.search(r"<dt>Tokens per second</dt>(.*?)</dd>", shown)
+    assert tile
+    assert ">40<" in tile[1]
+
+
 def test_a_metric_of_ones_own_has_words(tmp_path):
     rows = [{"step": step, "loss": 0.1, "my_own/metric": step} for step in range(1, 6)]
     shown = seen(write_report([write_run(tmp_path / "run", rows=rows)]), tmp_path)

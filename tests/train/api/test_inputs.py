@@ -16,6 +16,7 @@ from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTTrainer
 from upweight.errors import UserError
 from upweight.log import _warned
+from upweight.models.first_look import TOKENIZER_REMEDY
 from upweight.train.api.as_config import error_translator
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4,
@@ -144,13 +145,16 @@ def test_sets_that_are_known_at_the_start_are_precomputed_too(kind, rows, config
     assert found(precompute_ref_log_probs=True) == pytest.approx(found(), abs=1e-6)
 
 
-def test_a_second_stage_goes_on_with_the_adapter_of_the_first(folder):
+def test_a_second_stage_goes_on_with_the_adapter_of_the_first(folder, caplog):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     first = dpo(folder, model, peft_config=lora())
     first.train()
+    dpo(folder, model)
+    assert "earlier trainer" not in caplog.text
     trained = {name: weight.clone() for name, weight in first.model.named_parameters() if weight.requires_grad}
     second = dpo(folder, model, peft_config=lora())
     assert second.model is first.model
+    assert "going on with the adapter that an earlier trainer gave it; for a fresh one, load" in caplog.text
     assert all(
         torch.equal(weight, trained[name]) for name, weight in second.model.named_parameters() if name in trained
     )
@@ -199,6 +203,16 @@ def test_an_evaluation_without_rows_is_refused(folder):
         (DPOConfig, "datasets: none of the datasets", "train_dataset: none of the datasets"),
         (GRPOConfig, "Name one, for example 'chat_template: chatml'.", "Set its `chat_template`."),
         (GRPOConfig, "Train one with `reward_model: true`.", "Train one with RewardTrainer."),
+        (
+            GRPOConfig,
+            "read the newest file in completions/; stop here",
+            "read what `trainer.generate_completions(rows)` shows; stop here",
+        ),
+        (
+            DPOConfig,
+            f"base_model: none. {TOKENIZER_REMEDY}.",
+            "model: none. Copy the tokenizer's files into it, or pass a tokenizer as `processing_class`.",
+        ),
         (
             DPOConfig,
             "check lora_target_modules: `upweight preprocess CONFIG --show 3`",

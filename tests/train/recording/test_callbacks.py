@@ -65,12 +65,13 @@ def test_a_signal_between_the_handlers_leaves_none_behind(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_in_a_notebook_an_interrupt_ends_the_cell_and_keeps_the_process(monkeypatch):
+def test_in_a_notebook_an_interrupt_ends_the_cell_and_keeps_the_process(monkeypatch, said):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     before, stop = signal.getsignal(signal.SIGINT), StopOnSignal()
     stop.on_train_begin(None, state(), TrainerControl())
     signal.raise_signal(signal.SIGINT)
     assert stop.caught == signal.SIGINT
+    assert said[0].startswith("interrupted: saving after this step, then stopping; a second interrupt ends it at once")
     with pytest.raises(KeyboardInterrupt, match=r"^stopped at step 3, which is saved; continue with resume_from_"):
         stop.exit_if_signalled(state(3))
     with pytest.raises(KeyboardInterrupt):  # a second one ends the step, not the process

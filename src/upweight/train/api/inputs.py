@@ -100,7 +100,7 @@ def parts_for(
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
-        logger.info("model: going on with the adapter that an earlier trainer gave it")
+        _say_going_on(asked=peft_config is not None)
         model, peft_config = kept, None
     _refuse_inputs(model, args, ref_model, peft_config, others)
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
@@ -135,6 +135,15 @@ def parts_for(
         return assemble(config, objects)
     except UserError as error:
         raise UserError(objects.translate_error(str(error))) from foreign_cause(error)
+
+
+def _say_going_on(*, asked: bool) -> None:
+    """Say that the adapter of an earlier trainer trains on; warn where one is `asked` for, as by a cell run again."""
+    going_on = "model: going on with the adapter that an earlier trainer gave it"
+    if asked:
+        logger.warning("warning: %s; for a fresh one, load the model again", going_on)
+    else:
+        logger.info("%s", going_on)
 
 
 def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:

@@ -104,8 +104,10 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.caught = number
-        what = "saving after this step, then stopping; a second signal ends it at once, without saving"
-        logger.warning("%s: %s", signal.Signals(number).name, what)
+        name, again = signal.Signals(number).name, "a second signal ends it"
+        if _keeps_process(number):
+            name, again = "interrupted", "a second interrupt ends it"
+        logger.warning("%s: saving after this step, then stopping; %s at once, without saving", name, again)
 
 
 def _keeps_process(number: int) -> bool:

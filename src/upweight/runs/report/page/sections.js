@@ -23,11 +23,12 @@ const TILE_WORDS = {
 const UP = /reward|accurac|margin|pass@/;
 const DOWN = /loss/;
 
+// Without a throughput of 0: a step whose completions all score alike trains on nothing, which says nothing of the speed.
 function known(run, metric) {
   const held = metric.startsWith("eval_");
   const values = (held ? run.evaluated : run.metrics)[metric] || [];
   const steps = held ? run.eval_steps : run.steps;
-  return values.map((value, at) => [steps[at], value]).filter(([, value]) => value !== null);
+  return values.map((value, at) => [steps[at], value]).filter(([, value]) => value !== null && !(metric === "tokens_per_second" && value === 0));
 }
 
 function tilesOf(run) {
