@@ -30,11 +30,12 @@ def run(quantization: str, seed: int, settings: list[str]) -> dict[str, Any]:
         )
         lines = [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()]
     steps, held_out = ([line for line in lines if name in line] for name in ("reward", "eval_reward"))
-    weights = [line["sampling/importance_sampling_ratio/max"] for line in steps if quantization != "null"]
+    trained = [line for line in steps if "sampling/logp_gap" in line]  # no step trains on groups of equal rewards
+    weights = [line["sampling/importance_sampling_ratio/max"] for line in trained if quantization != "null"]
     return {
         "rewards": [round(line["reward"], 3) for line in steps],
         "held_out": [round(line["eval_reward"], 3) for line in held_out],
-        "gap": round(sum(line["sampling/logp_gap"] for line in steps) / len(steps), 5),
+        "gap": round(sum(line["sampling/logp_gap"] for line in trained) / len(trained), 5),
         "largest_weight": round(max(weights), 3) if weights else None,
     }
 
