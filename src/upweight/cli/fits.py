@@ -36,6 +36,13 @@ SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
+# What else may make a config fit, tried where adapter and mode do not: as it is said, its section, and its values.
+OTHER_KEYS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("'gradient_checkpointing: true'", "optim", {"gradient_checkpointing": True}),
+    ("'load_in_4bit: true' in place of 'load_in_8bit'", "adapter", {"load_in_4bit": True, "load_in_8bit": False}),
+    ("'lora_r: 16'", "adapter", {"rank": 16}),
+    ("no 'lora_modules_to_save'", "adapter", {"modules_to_save": None}),
+)
 Way = tuple[str, str]  # which weights, in which mode
 # Shapes by size, for those who ask before they have a model, or without a network.
 SHAPE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -172,10 +179,12 @@ def report(
     bound = (
         f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
     )
-    return [about, *table, answer(config, modes, plans) + bound], plans[configured].fits and not too_long
+    return [about, *table, answer(config, modes, plans, card, model) + bound], plans[configured].fits and not too_long
 
 
-def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:
+def answer(
+    config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan], card: float, model: ModelNeeds
+) -> str:
     """Say whether the config fits, else the smallest change with which it does."""
     trained, mode = configured = trained_weights(config), config.optim.memory
     mine = plans[configured]
@@ -192,13 +201,41 @@ def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan
             package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if is_new else ""
             changes = f"Set {_changes(configured, way, modes)}: about {total:.1f} GiB{package}"
             return f"this config does not fit: {size}. {changes}"
+    if (change := _other_key(modes, ways, card, model)) is not None:
+        key, way, total = change
+        changes = " and ".join(filter(None, (key, _changes(configured, way, modes))))
+        return f"this config does not fit: {size}. Set {changes}: about {total / GIB:.1f} GiB"
     best = max(ways, key=lambda way: plans[way].longest)
-    if not plans[best].longest:
+    shorter = _shorter(config, plans[best].longest)
+    if shorter is None:
         return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
-    key = "trl.max_completion_length" if config.method.online_settings is not None else "sequence_len"
-    changes = _changes(configured, best, modes)
-    most = f"sequences of at most {plans[best].longest:,} tokens" + (f" and {changes}" if changes else "")
-    return f"this config does not fit: {size}. Set {most}: a shorter '{key}', or 'fsdp: true' over more GPUs"
+    changes = " and ".join(filter(None, (shorter, _changes(configured, best, modes))))
+    return f"this config does not fit: {size}. Set {changes}; or 'fsdp: true' over more GPUs"
+
+
+def _shorter(config: Config, longest: int) -> str | None:
+    """Return the key of the length with which sequences have at most so many tokens; None where it leaves too few."""
+    if config.method.online_settings is None:
+        return f"'sequence_len: {longest}'" if longest else None
+    prompt = row_tokens(config)[0] - config.method.online_settings.max_completion_length
+    return f"'trl.max_completion_length: {longest - prompt}'" if longest > prompt else None
+
+
+def _other_key(
+    modes: dict[str, Config], ways: list[Way], card: float, model: ModelNeeds
+) -> tuple[str, Way, float] | None:
+    """Return the key beside adapter and mode whose change alone makes the config fit, the way and its bytes."""
+    for key, section, names in OTHER_KEYS:
+        for kind, mode in ways:
+            config = modes[mode]
+            old = getattr(config, section)
+            if kind in ("all", PACKED) or all(getattr(old, name) == value for name, value in names.items()):
+                continue
+            changed = replace(config, **{section: old.model_copy(update=names)})
+            plan = plan_memory(changed, card, "qlora" if names.get("load_in_4bit") else kind, model)
+            if plan.fits:
+                return key, (kind, mode), plan.need.total
+    return None
 
 
 def _may_pack(config: Config) -> bool:
