@@ -64,7 +64,11 @@ def seven(tmp_path_factory):
         (8, {**QLORA, "gradient_checkpointing": False}, "Set 'gradient_checkpointing: true': about "),
         (8, {**QLORA, "lora_r": 256}, "Set 'lora_r: 16': about "),
         (8, {**QLORA, "lora_modules_to_save": ["lm_head"]}, "Set no 'lora_modules_to_save': about "),
-        (8, {"adapter": "lora", "load_in_8bit": True}, "Set 'load_in_4bit: true' in place of 'load_in_8bit' and 'memory:"),
+        (
+            8,
+            {"adapter": "lora", "load_in_8bit": True},
+            "Set 'load_in_4bit: true' in place of 'load_in_8bit' and 'memory:",
+        ),
         (4, {}, "Take a smaller model, or 'fsdp: true'"),
     ],
 )

@@ -117,4 +117,6 @@ def test_weights_that_are_quantised_already_are_not_quantised_again(method, is_r
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     assert problems(folder, adapter="lora") == []
     packed = problems(folder, adapter="qlora", load_in_4bit=True)
-    assert [f"by {method}. Name the model that they were made from" in problem for problem in packed] == [True] * is_refused
+    assert [f"by {method}. Name the model that they were made from" in problem for problem in packed] == [
+        True
+    ] * is_refused

@@ -153,6 +153,7 @@ def test_every_saving_saves(qwen):
     eight = AdapterSection(kind="lora", load_in_8bit=True)
     weights = [need(qwen, way, adapter=a).weights for way, a in (("qlora", four), ("qlora", eight), ("lora", LORA))]
     assert weights == sorted(weights)
+    assert optimizer_bytes("adamw_torch_4bit") < optimizer_bytes("adamw_torch_8bit")
     assert optimizer_bytes("adamw_bnb_8bit") < optimizer_bytes("lion_32bit") < optimizer_bytes("adamw_torch")
 
 

@@ -134,7 +134,7 @@ class Shape:
     vocabulary: int
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of expert weights, by their whole names
     positions: int | None = None  # that a sequence may have at most, where the model says so
-    modules: dict[str, dict[str, int]] = field(default_factory=dict)  # sizes of weights, by modules' names and by their own
+    modules: dict[str, dict[str, int]] = field(default_factory=dict)  # sizes of weights by names, by module name
 
     def head_bytes(self, savings: Savings, tokens: int | None = None) -> int:
         """Return the bytes of the projections of one chunk and their gradients, of at most so many tokens."""
@@ -232,8 +232,8 @@ def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
 
 def optimizer_bytes(name: str) -> int:
     """Return the bytes of optimizer state for each trained parameter."""
-    if "8bit" in name:
-        return 2
+    if "8bit" in name or "4bit" in name:
+        return 2 if "8bit" in name else 1
     if "adafactor" in name or name.startswith("sgd"):
         return 0
     return SINGLE_BYTES if name.startswith(("lion", "muon")) else 2 * SINGLE_BYTES
