@@ -285,3 +285,14 @@ def test_rows_are_not_needed_nor_the_package_that_reads_them(tmp_path):
     command = [sys.executable, "-c", program, "fits", str(config), "--memory", "24"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "this config fits" in ended.stdout, ended.stderr
+
+
+def test_a_run_folder_is_judged_by_its_config(seven, tmp_path, capsys):
+    write_config(tmp_path, seven, rl=None, datasets=TEXTS, adapter="lora", memory="lean").rename(
+        tmp_path / "config.yaml"
+    )
+    (tmp_path / "run.json").write_text("{}")
+    run(tmp_path, [], memory=24)
+    about, _, answer = printed(capsys)
+    assert about.endswith("* is this config")
+    assert "this config fits ('memory: lean')" in answer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from upweight.cli.inputs import read_config
+from upweight.cli.inputs import RUN, is_of_run, read_config
 from upweight.config import Config, parse_config
 from upweight.config.peers import method_advice
 from upweight.config.resolve import memory_settings
@@ -68,6 +68,8 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
+    of_run = Path(target).expanduser() / RUN
+    target = of_run if is_of_run(of_run) else target
     with model_of_size(target) as (source, name):
         config = _config_of(source, overrides, method)
         modes = {mode: _config_of(source, [*overrides, *_in_mode(mode, config)], method) for mode in MODES}
@@ -232,7 +234,8 @@ def _other_key(
             if kind in ("all", PACKED) or all(getattr(old, name) == value for name, value in names.items()):
                 continue
             changed = replace(config, **{section: old.model_copy(update=names)})
-            plan = plan_memory(changed, card, "qlora" if names.get("load_in_4bit") else kind, model)
+            trained: TrainedWeights = "qlora" if kind == "qlora" or "load_in_4bit" in names else "lora"
+            plan = plan_memory(changed, card, trained, model)
             if plan.fits:
                 return key, (kind, mode), plan.need.total
     return None
