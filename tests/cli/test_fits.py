@@ -63,6 +63,7 @@ def seven(tmp_path_factory):
         (8, {"sequence_len": 65_536}, "' and 'adapter: qlora' with 'load_in_4bit: true' and 'memory: lean'"),
         (8, {**QLORA, "gradient_checkpointing": False}, "Set 'gradient_checkpointing: true': about "),
         (8, {**QLORA, "lora_r": 256}, "Set 'lora_r: 16': about "),
+        (8, {**QLORA, "lora_r": 128, "sequence_len": 9000}, "' and 'lora_r: 16' and 'memory: lean' (which"),
         (8, {**QLORA, "lora_modules_to_save": ["lm_head"]}, "Set no 'lora_modules_to_save': about "),
         (
             8,

@@ -203,16 +203,21 @@ def answer(
             package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if is_new else ""
             changes = f"Set {_changes(configured, way, modes)}: about {total:.1f} GiB{package}"
             return f"this config does not fit: {size}. {changes}"
-    if (change := _other_key(modes, ways, card, model)) is not None:
-        key, way, total = change
-        changes = " and ".join(filter(None, (key, _changes(configured, way, modes))))
-        return f"this config does not fit: {size}. Set {changes}: about {total / GIB:.1f} GiB"
+    others = list(_other_keys(modes, ways, card, model))
+    for key, way, plan in others:
+        if plan.fits:
+            changes = _joined(key, _changes(configured, way, modes))
+            return f"this config does not fit: {size}. Set {changes}: about {plan.need.total / GIB:.1f} GiB"
     best = max(ways, key=lambda way: plans[way].longest)
-    shorter = _shorter(config, plans[best].longest)
-    if shorter is None:
-        return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
-    changes = " and ".join(filter(None, (shorter, _changes(configured, best, modes))))
-    return f"this config does not fit: {size}. Set {changes}; or 'fsdp: true' over more GPUs"
+    for key, way, plan in [("", best, plans[best]), *sorted(others, key=lambda other: -other[2].longest)]:
+        if (shorter := _shorter(config, plan.longest)) is not None:
+            changes = _joined(shorter, key, _changes(configured, way, modes))
+            return f"this config does not fit: {size}. Set {changes}; or 'fsdp: true' over more GPUs"
+    return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
+
+
+def _joined(*changes: str) -> str:
+    return " and ".join(filter(None, changes))
 
 
 def _shorter(config: Config, longest: int) -> str | None:
@@ -223,10 +228,10 @@ def _shorter(config: Config, longest: int) -> str | None:
     return f"'trl.max_completion_length: {longest - prompt}'" if longest > prompt else None
 
 
-def _other_key(
+def _other_keys(
     modes: dict[str, Config], ways: list[Way], card: float, model: ModelNeeds
-) -> tuple[str, Way, float] | None:
-    """Return the key beside adapter and mode whose change alone makes the config fit, the way and its bytes."""
+) -> Iterator[tuple[str, Way, MemoryPlan]]:
+    """Yield keys beside adapter and mode that a config may change, one at a time, with each way and its plan."""
     for key, section, names in OTHER_KEYS:
         for kind, mode in ways:
             config = modes[mode]
@@ -235,10 +240,7 @@ def _other_key(
                 continue
             changed = replace(config, **{section: old.model_copy(update=names)})
             trained: TrainedWeights = "qlora" if kind == "qlora" or "load_in_4bit" in names else "lora"
-            plan = plan_memory(changed, card, trained, model)
-            if plan.fits:
-                return key, (kind, mode), plan.need.total
-    return None
+            yield key, (kind, mode), plan_memory(changed, card, trained, model)
 
 
 def _may_pack(config: Config) -> bool:
