@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from upweight.errors import UserError
 from upweight.models.memory import GIB
 from upweight.models.memory_plan import plan_memory
 
+QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True, "memory": "fast"}
 TEXTS = [{"path": "texts.jsonl", "type": "completion"}]
 
 
@@ -58,7 +60,16 @@ def seven(tmp_path_factory):
         (24, {"adapter": "lora", "memory": "lean", "sequence_len": 4096}, "this config fits ('memory: lean')"),
         (15, {"adapter": "lora"}, "Set 'adapter: qlora' with 'load_in_4bit: true'"),
         (12, {"sequence_len": 16_000}, "Set 'adapter: qlora' with 'load_in_4bit: true' and 'memory: lean'"),
-        (8, {"sequence_len": 65_536}, "tokens and 'adapter: qlora' with 'load_in_4bit: true' and 'memory: lean'"),
+        (8, {"sequence_len": 65_536}, "' and 'adapter: qlora' with 'load_in_4bit: true' and 'memory: lean'"),
+        (8, {**QLORA, "gradient_checkpointing": False}, "Set 'gradient_checkpointing: true': about "),
+        (8, {**QLORA, "lora_r": 256}, "Set 'lora_r: 16': about "),
+        (8, {**QLORA, "lora_r": 128, "sequence_len": 9000}, "' and 'lora_r: 16' and 'memory: lean' (which"),
+        (8, {**QLORA, "lora_modules_to_save": ["lm_head"]}, "Set no 'lora_modules_to_save': about "),
+        (
+            8,
+            {"adapter": "lora", "load_in_8bit": True},
+            "Set 'load_in_4bit: true' in place of 'load_in_8bit' and 'memory:",
+        ),
         (4, {}, "Take a smaller model, or 'fsdp: true'"),
     ],
 )
@@ -66,6 +77,16 @@ def test_the_answer_names_the_mode_and_the_keys(seven, tmp_path, capsys, gib, ke
     run(write_config(tmp_path, seven, rl=None, datasets=TEXTS, **keys), [], memory=gib)
     _, _, answer = printed(capsys)
     assert said in answer
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_the_length_that_is_named_fits(seven, capsys, method):
+    long = ["sequence_len=30000"] if method == "sft" else ["trl.max_completion_length=30000"]
+    keys = ["adapter=qlora", "load_in_4bit=true", "memory=lean"]
+    assert run(str(seven), [*keys, *long], memory=8, method=method) == 1
+    named = re.search(r"Set '(\S+): (\d+)'; or 'fsdp", printed(capsys)[2])
+    assert named is not None
+    assert run(str(seven), [*keys, f"{named[1]}={named[2]}"], memory=8, method=method) == 0
 
 
 def test_the_exit_code_says_whether_the_config_fits(seven):
@@ -265,3 +286,14 @@ def test_rows_are_not_needed_nor_the_package_that_reads_them(tmp_path):
     command = [sys.executable, "-c", program, "fits", str(config), "--memory", "24"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "this config fits" in ended.stdout, ended.stderr
+
+
+def test_a_run_folder_is_judged_by_its_config(seven, tmp_path, capsys):
+    write_config(tmp_path, seven, rl=None, datasets=TEXTS, adapter="lora", memory="lean").rename(
+        tmp_path / "config.yaml"
+    )
+    (tmp_path / "run.json").write_text("{}")
+    run(tmp_path, [], memory=24)
+    about, _, answer = printed(capsys)
+    assert about.endswith("* is this config")
+    assert "this config fits ('memory: lean')" in answer

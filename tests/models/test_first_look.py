@@ -109,3 +109,14 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     assert "model-2.safetensors, which model.safetensors.index.json names, is not in it" in problem
     (folder / "model-2.safetensors").write_bytes(weights_of(8))
     assert problems(folder) == []
+
+
+@pytest.mark.parametrize(("method", "is_refused"), [("awq", True), ("gptq", True), ("bitsandbytes", False)])
+def test_weights_that_are_quantised_already_are_not_quantised_again(method, is_refused, tmp_path):
+    folder = folder_with(tmp_path / "m", *WHOLE)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    assert problems(folder, adapter="lora") == []
+    packed = problems(folder, adapter="qlora", load_in_4bit=True)
+    assert [f"by {method}. Name the model that they were made from" in problem for problem in packed] == [
+        True
+    ] * is_refused

@@ -132,6 +132,18 @@ def test_sizes_are_counted_on_the_model(tmp_path):
     assert adapter_parameters(shape, AdapterSection(kind="lora", rank=3)) == every
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_that_are_trained_whole_are_counted_once(tmp_path, tied):
+    model = tiny("llama", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
+    one = model.get_input_embeddings().weight.numel()
+    low_rank = adapter_parameters(shape, AdapterSection(kind="lora", rank=3))
+    for names, count in ((["lm_head"], 1), (["model.embed_tokens", "lm_head"], 1 if tied else 2)):
+        adapter = AdapterSection(kind="lora", rank=3, modules_to_save=names)
+        assert adapter_parameters(shape, adapter) == low_rank + count * one
+
+
 def test_every_saving_saves(qwen):
     plain = need(qwen, "all", optimizer="adamw_torch_fused", reference=True, savings=Savings())
     assert need(qwen, "all", optimizer="adamw_torch_fused", savings=Savings()).total < plain.total
@@ -141,6 +153,7 @@ def test_every_saving_saves(qwen):
     eight = AdapterSection(kind="lora", load_in_8bit=True)
     weights = [need(qwen, way, adapter=a).weights for way, a in (("qlora", four), ("qlora", eight), ("lora", LORA))]
     assert weights == sorted(weights)
+    assert optimizer_bytes("adamw_torch_4bit") < optimizer_bytes("adamw_torch_8bit")
     assert optimizer_bytes("adamw_bnb_8bit") < optimizer_bytes("lion_32bit") < optimizer_bytes("adamw_torch")
 
 

@@ -145,7 +145,8 @@ def evaluate(
 @app.command(**TAKES_OVERRIDES)
 def fits(
     target: Annotated[
-        str, typer.Argument(metavar="CONFIG|MODEL", help="Config, hub id or folder of a model, or a size: 7B.")
+        str,
+        typer.Argument(metavar="CONFIG|MODEL", help="Config, run folder, hub id or folder of a model, or size: 7B."),
     ],
     overrides: Overrides = None,
     method: Annotated[str | None, typer.Option(help="Of a model alone: sft, dpo, grpo, ...; default: sft.")] = None,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from upweight.cli.inputs import read_config
+from upweight.cli.inputs import RUN, is_of_run, read_config
 from upweight.config import Config, parse_config
 from upweight.config.peers import method_advice
 from upweight.config.resolve import memory_settings
@@ -36,6 +36,13 @@ SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
+# What else may make a config fit, tried where adapter and mode do not: as it is said, its section, and its values.
+OTHER_KEYS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("'gradient_checkpointing: true'", "optim", {"gradient_checkpointing": True}),
+    ("'load_in_4bit: true' in place of 'load_in_8bit'", "adapter", {"load_in_4bit": True, "load_in_8bit": False}),
+    ("'lora_r: 16'", "adapter", {"rank": 16}),
+    ("no 'lora_modules_to_save'", "adapter", {"modules_to_save": None}),
+)
 Way = tuple[str, str]  # which weights, in which mode
 # Shapes by size, for those who ask before they have a model, or without a network.
 SHAPE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -61,6 +68,8 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
         memory = total_memory(torch.device("cuda")) / GIB
+    of_run = Path(target).expanduser() / RUN
+    target = of_run if is_of_run(of_run) else target
     with model_of_size(target) as (source, name):
         config = _config_of(source, overrides, method)
         modes = {mode: _config_of(source, [*overrides, *_in_mode(mode, config)], method) for mode in MODES}
@@ -172,10 +181,12 @@ def report(
     bound = (
         f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
     )
-    return [about, *table, answer(config, modes, plans) + bound], plans[configured].fits and not too_long
+    return [about, *table, answer(config, modes, plans, card, model) + bound], plans[configured].fits and not too_long
 
 
-def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:
+def answer(
+    config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan], card: float, model: ModelNeeds
+) -> str:
     """Say whether the config fits, else the smallest change with which it does."""
     trained, mode = configured = trained_weights(config), config.optim.memory
     mine = plans[configured]
@@ -192,13 +203,44 @@ def answer(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan
             package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if is_new else ""
             changes = f"Set {_changes(configured, way, modes)}: about {total:.1f} GiB{package}"
             return f"this config does not fit: {size}. {changes}"
+    others = list(_other_keys(modes, ways, card, model))
+    for key, way, plan in others:
+        if plan.fits:
+            changes = _joined(key, _changes(configured, way, modes))
+            return f"this config does not fit: {size}. Set {changes}: about {plan.need.total / GIB:.1f} GiB"
     best = max(ways, key=lambda way: plans[way].longest)
-    if not plans[best].longest:
-        return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
-    key = "trl.max_completion_length" if config.method.online_settings is not None else "sequence_len"
-    changes = _changes(configured, best, modes)
-    most = f"sequences of at most {plans[best].longest:,} tokens" + (f" and {changes}" if changes else "")
-    return f"this config does not fit: {size}. Set {most}: a shorter '{key}', or 'fsdp: true' over more GPUs"
+    for key, way, plan in [("", best, plans[best]), *sorted(others, key=lambda other: -other[2].longest)]:
+        if (shorter := _shorter(config, plan.longest)) is not None:
+            changes = _joined(shorter, key, _changes(configured, way, modes))
+            return f"this config does not fit: {size}. Set {changes}; or 'fsdp: true' over more GPUs"
+    return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
+
+
+def _joined(*changes: str) -> str:
+    return " and ".join(filter(None, changes))
+
+
+def _shorter(config: Config, longest: int) -> str | None:
+    """Return the key of the length with which sequences have at most so many tokens; None where it leaves too few."""
+    if config.method.online_settings is None:
+        return f"'sequence_len: {longest}'" if longest else None
+    prompt = row_tokens(config)[0] - config.method.online_settings.max_completion_length
+    return f"'trl.max_completion_length: {longest - prompt}'" if longest > prompt else None
+
+
+def _other_keys(
+    modes: dict[str, Config], ways: list[Way], card: float, model: ModelNeeds
+) -> Iterator[tuple[str, Way, MemoryPlan]]:
+    """Yield keys beside adapter and mode that a config may change, one at a time, with each way and its plan."""
+    for key, section, names in OTHER_KEYS:
+        for kind, mode in ways:
+            config = modes[mode]
+            old = getattr(config, section)
+            if kind in ("all", PACKED) or all(getattr(old, name) == value for name, value in names.items()):
+                continue
+            changed = replace(config, **{section: old.model_copy(update=names)})
+            trained: TrainedWeights = "qlora" if kind == "qlora" or "load_in_4bit" in names else "lora"
+            yield key, (kind, mode), plan_memory(changed, card, trained, model)
 
 
 def _may_pack(config: Config) -> bool:

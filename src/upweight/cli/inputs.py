@@ -47,13 +47,13 @@ def load_with_notices(
 def _show_notices(notices: Sequence[str], path: Path, overrides: list[str]) -> None:
     for notice in notices:
         # The config of a run has every key, so that only the keys of the command line are the user's.
-        if not _is_of_run(path) or any(notice.startswith(one.partition("=")[0]) for one in overrides):
+        if not is_of_run(path) or any(notice.startswith(one.partition("=")[0]) for one in overrides):
             warn_once(notice)
 
 
 def read_config(path: Path, overrides: list[str], *, fragment: bool = False, asks_hub: bool = True) -> Config:
     """Load the config of a command, with its `hub_timeout` in force."""
-    folder = Path(read_json(path.parent / RECORD).get("config_folder", "")) if _is_of_run(path) else None
+    folder = Path(read_json(path.parent / RECORD).get("config_folder", "")) if is_of_run(path) else None
     beside = folder if folder and folder.is_absolute() and folder.is_dir() else None  # the user's code is there
     config = load_config(path, overrides, fragment=fragment, folder=beside)
     if asks_hub:
@@ -61,7 +61,7 @@ def read_config(path: Path, overrides: list[str], *, fragment: bool = False, ask
     return config
 
 
-def _is_of_run(path: Path) -> bool:
+def is_of_run(path: Path) -> bool:
     """Return whether a config was written by a run, into its folder."""
     return path.name == RUN and (path.parent / RECORD).is_file()
 

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from upweight.config import Config
-from upweight.config.sections.model import ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import did_you_mean
 
 WEIGHTS = (".safetensors", ".bin")
@@ -30,6 +31,8 @@ def model_problems(config: Config) -> Iterator[str]:
     if path.is_dir():
         if (problem := _unusable(path, section)) is not None:
             yield f"base_model: {path} {problem}"
+        elif (problem := stored_quantised(_quantisation_of(path), first.adapter, section.base_model)) is not None:
+            yield f"{problem}."
     elif path.is_file():
         if path.suffix != ".gguf":
             yield f"base_model: {path} is a file. Name the folder that it is in: `base_model: {path.parent}`."
@@ -44,6 +47,24 @@ def _missing(key: str, place: str) -> Iterator[str]:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, beside)
         yield f"{key}: {place} is no folder here (looked in {path.absolute()}).{meant}"
+
+
+def stored_quantised(stored: Any, adapter: AdapterSection, source: str) -> str | None:
+    """Return that weights are to be quantised which are stored in another quantised form, by what their config says."""
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    if method in (None, "bitsandbytes", "bitnet") or not (adapter.load_in_4bit or adapter.load_in_8bit):
+        return None
+    key = "load_in_4bit" if adapter.load_in_4bit else "load_in_8bit"
+    remedy = "Name the model that they were made from: its weights are quantised as they are loaded"
+    return f"{key}: the weights of {source!r} are quantised already, by {method}. {remedy}"
+
+
+def _quantisation_of(folder: Path) -> Any:
+    """Return what the config in a folder says of its weights' quantisation; None where it says nothing."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def packed_remedy(folder: Path, key: str) -> str | None:

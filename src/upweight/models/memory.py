@@ -134,6 +134,7 @@ class Shape:
     vocabulary: int
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of expert weights, by their whole names
     positions: int | None = None  # that a sequence may have at most, where the model says so
+    modules: dict[str, dict[str, int]] = field(default_factory=dict)  # sizes of weights by names, by module name
 
     def head_bytes(self, savings: Savings, tokens: int | None = None) -> int:
         """Return the bytes of the projections of one chunk and their gradients, of at most so many tokens."""
@@ -192,7 +193,18 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     token = TokenBytes.of(text)
     if not any(map(is_gated_block, model.modules())):
         token = replace(token, block=0)
-    return Shape(sum(sizes), max(sizes), dict(linear), inside, token, vocabulary, experts, positions)
+    modules = _sizes_in_modules(model)
+    return Shape(sum(sizes), max(sizes), dict(linear), inside, token, vocabulary, experts, positions, modules)
+
+
+def _sizes_in_modules(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Return the sizes of weights by their names, for the last name of every module; a tied weight has one name."""
+    first = {id(weight): name for name, weight in model.named_parameters()}
+    modules: dict[str, dict[str, int]] = {}
+    for name, module in model.named_modules():
+        inside = modules.setdefault(name.rpartition(".")[2], {})
+        inside |= {first[id(weight)]: weight.numel() for weight in module.parameters()}
+    return modules
 
 
 def _is_expert(name: str, weight: nn.Parameter) -> bool:
@@ -200,7 +212,10 @@ def _is_expert(name: str, weight: nn.Parameter) -> bool:
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
-    """Return the parameters of an adapter with the config's rank on the weights it names, or on all linear layers."""
+    """Return the parameters of an adapter with the config's rank on the weights it names, or on all linear layers.
+
+    Modules that are trained whole beside it are counted too: they have a copy of their own.
+    """
     named = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets or []
     chosen = [] if adapter.target_linear else [size for name, size in shape.linear.items() if name in named]
     direct = adapter.target_parameters or []
@@ -208,13 +223,17 @@ def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
     experts = [size for name, size in shape.experts.items() if f".{name}".endswith(direct)] if direct else []
     if not chosen and (adapter.target_linear or named or not direct):
         chosen = list(shape.linear.values())
-    return adapter.rank * (sum(chosen) + sum(count * (rows + columns) for count, rows, columns in experts))
+    whole: dict[str, int] = {}
+    for name in adapter.modules_to_save or []:
+        whole |= shape.modules.get(name.rpartition(".")[2], {})
+    low_rank = adapter.rank * (sum(chosen) + sum(count * (rows + columns) for count, rows, columns in experts))
+    return low_rank + sum(whole.values())
 
 
 def optimizer_bytes(name: str) -> int:
     """Return the bytes of optimizer state for each trained parameter."""
-    if "8bit" in name:
-        return 2
+    if "8bit" in name or "4bit" in name:
+        return 2 if "8bit" in name else 1
     if "adafactor" in name or name.startswith("sgd"):
         return 0
     return SINGLE_BYTES if name.startswith(("lion", "muon")) else 2 * SINGLE_BYTES

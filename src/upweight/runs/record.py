@@ -145,4 +145,5 @@ def report_on(folder: Path) -> None:
     try:
         logger.info("report: %s", write_report([folder]))
     except Exception as error:  # it reads any files in the folder, and its error would hide the one that ended the run
-        logger.warning("warning: the report could not be written: %r", error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        logger.warning("warning: the report could not be written: %s", reason)

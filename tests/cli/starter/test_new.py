@@ -357,6 +357,7 @@ def test_memory_is_planned_by_the_shape_where_the_tokenizer_cannot_be_read(tmp_p
         assert done.returncode == 0, done.stderr
         assert "lengths are not checked" in done.stderr
         assert said in done.stderr
+        assert "it fits with 'memory: fast', 'adapter: qlora', 'load_in_4bit: true'" in done.stderr
         written = (tmp_path / f"{number}.yaml").read_text()
         assert "these four lines" not in written  # without which the line below them would be refused
         keys = {"base_model": str(model), "adapter": "qlora", "load_in_4bit": True, "memory": "fast"}

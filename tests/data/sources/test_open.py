@@ -232,7 +232,7 @@ def test_a_hub_dataset_that_cannot_be_had(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         UserError,
-        match=r"datasets\[0\] \(who/what\): is no file or folder .*be loaded from the hub.*HF_HUB_OFFLINE",
+        match=r"who/what\): is no file or folder .*HF_HUB_OFFLINE.*`hf download who/what --repo-type dataset",
     ):
         prompts(folder, path="who/what")
 

@@ -59,3 +59,7 @@ def choose_memory(plan: Plan, output: Path, shape: str | Path | None = None) -> 
         if not estimate.fits:
             estimate = estimated(way)
     plan.notes.append(f"memory: {estimate.line()}" + ("" if estimate.fits else ": too little; take a smaller model"))
+    if estimate.fits and plan.memory:
+        keys = ", ".join(f"'{key}: {value.partition(' ')[0]}'" for key, value in plan.memory.items())
+        package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if "load_in_4bit" in plan.memory else ""
+        plan.notes.append(f"it fits with {keys}, which the config sets{package}")

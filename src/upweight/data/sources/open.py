@@ -267,7 +267,13 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
         return _sources(_matching_files(pattern, where, None, folder), kind, streaming)
     if cannot_be_on_hub(path):
         raise UserError(f"{where}: {missing_path(path, folder)}")
-    offline = " The hub is not asked: it is switched off (HF_HUB_OFFLINE) or cannot be reached." if is_offline() else ""
+    offline = ""
+    if is_offline():
+        fetched = f"`hf download {path} --repo-type dataset --local-dir FOLDER`"
+        offline = (
+            " The hub is not asked: it is switched off (HF_HUB_OFFLINE) or cannot be reached. Get the dataset where "
+            f"there is a network ({fetched}), bring the folder, and name it with `path`."
+        )
     try:
         options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
         return _load_tables(path, **options, streaming=streaming)
