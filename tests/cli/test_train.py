@@ -130,7 +130,7 @@ def test_a_used_folder_is_asked_about(model_folder, tmp_path):
     assert refused.returncode == 2
     assert f"output_dir: {tmp_path / 'out'} holds a run of 2 steps, which finished. `--resume`" in refused.stderr
     assert "give one of them" in upweight("train", file, "--resume", "--overwrite").stderr
-    assert "exists already" in upweight("merge-lora", file).stderr
+    assert "in it already" in upweight("merge-lora", file).stderr
     again = upweight("train", file, "--overwrite", "learning_rate=0.05")
     assert again.returncode == 0, again.stderr
     assert "merged was merged from the adapter before this run" in again.stderr

@@ -15,7 +15,7 @@ from upweight.cli.inputs import ADAPTER, load_with_notices, read_config
 from upweight.config import Config
 from upweight.config.yaml_file import read_yaml
 from upweight.errors import UserError
-from upweight.log import logger, quiet_transformers
+from upweight.log import counted, logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
 from upweight.runs.command import started_by
 from upweight.runs.files import CONFIG, METRICS, RECORD, no_such_run, read_json
@@ -186,7 +186,7 @@ def _launch_ranks(arguments: Sequence[str], start: Start) -> int | None:
     gpus = torch.cuda.device_count()
     processes = start.nproc_per_node or (1 if start.launcher == "none" else max(gpus, 1))
     if gpus and processes > gpus:
-        raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs one.")
+        raise UserError(f"--num-processes {processes}: {counted(gpus, 'visible GPU')}, and each process needs one.")
     if processes > 1 or start.nodes > 1 or start.launcher in ("torchrun", "accelerate"):
         return launch(arguments, start, processes)
     if gpus > 1:  # the Trainer would spread one process over all it sees

@@ -12,6 +12,7 @@ from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.config.sections.training import LESS_MEMORY
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
+from upweight.log import counted
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, no_run_in, read_json, this_machine
 from upweight.runs.health import Waiting, too_early, verdicts
@@ -105,9 +106,11 @@ def _check_health(rows: list[dict[str, Any]], *, failed: bool) -> Iterator[Findi
     evidence = {"waiting": [one._asdict() for one in waiting]}
     if any(one.level == "alarm" for one in waiting):
         steps = max(row["step"] for row in rows)
-        yield Finding("note", "too early", f"after {steps} steps, {_judge_later(waiting)}", evidence=evidence)
+        yield Finding(
+            "note", "too early", f"after {counted(steps, 'step')}, {_judge_later(waiting)}", evidence=evidence
+        )
     elif not warnings:
-        says = f"no health rule reports a problem in {len(rows)} logged rows"
+        says = f"no health rule reports a problem in {counted(len(rows), 'logged row')}"
         later = f"; {_judge_later(waiting)}" if waiting else ""
         yield Finding("ok", "health", says + later, evidence=evidence if waiting else {})
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from upweight.files import packaged_yaml
+from upweight.log import counted
 
 START_ROWS, START_STEPS = 5, 20  # logs of the first steps that define the start values
 MIN_ROWS = 3  # logs that a verdict needs, however many steps each covers
@@ -93,7 +94,7 @@ class Verdict:
         """Return the meaning with the evidence."""
         limit = f", {SIGNS[self.relation]} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
         limit = limit if self.threshold or self.relation != "near" else ""  # the value says it
-        return f"{self.meaning} ({self.metric} {self.value:.4g}{limit}, for {self.steps} steps)"
+        return f"{self.meaning} ({self.metric} {self.value:.4g}{limit}, for {counted(self.steps, 'step')})"
 
 
 class Waiting(NamedTuple):

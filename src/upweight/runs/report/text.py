@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from upweight.log import counted
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAR, CURVE, SHORTEST = 30, 32, 8  # characters: what there is room for, and what says too little
 # What stands in the list, as far as a run logs it.
@@ -29,7 +31,10 @@ def text_page(data: Mapping[str, Any], width: int | None = None, height: int | N
     lines = [line[:width] for run in data["runs"] for line in (*_run_lines(run, width), "")][:-1]
     if height is not None and len(lines) >= height:  # the cursor takes the last one
         below = len(lines) - height + 2
-        lines = [*lines[: height - 2], f"... {below} more lines: in a taller window, or with `| less`"[:width]]
+        lines = [
+            *lines[: height - 2],
+            f"... {counted(below, 'more line')}: in a taller window, or with `| less`"[:width],
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
