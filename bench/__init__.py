@@ -8,7 +8,7 @@ WORKERS = ("bench.gpu_ours",)
 
 
 def _refuse_without_gpu(command: list[str]) -> None:
-    """End `python -m bench.gpu_...` where torch sees no GPU; here, since some of these modules import Triton at once."""
+    """End `python -m bench.gpu_...` where torch sees no GPU; before they import Triton."""
     name = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     if not name.startswith("bench.gpu_") or name in WORKERS or ON_A_CPU & set(command):
         return
