@@ -76,6 +76,8 @@ def preprocess(
             logger.info("%s", line)
         for row in shown_rows(stage, prepared, show, tokens=tokens):
             print(json.dumps(row, ensure_ascii=False))
+    if not show:
+        logger.info("`--show 3` prints rows as the model reads them; with `--tokens`, also which tokens are trained on")
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
