@@ -25,6 +25,8 @@ ALL_ALIKE = {"reward": 0.35, "frac_reward_zero_std": 1.0, "reward_std": 0.0, "gr
 # name of a verdict, healthy values of that kind of run, what they are after step 20: numbers, or functions of the step
 SICK = [
     ("solved", HEALTHY, {**ALL_ALIKE, "reward": 1.0, "sampling/entropy": 0.001, "completions/distinct_share": 0.1}),
+    ("solved", {**HEALTHY, "reward_min": 0.0, "reward_max": 1.0},
+     {"reward": 0.95, "reward_std": 0.2, "frac_reward_zero_std": 0.85}),
     ("no signal", HEALTHY, ALL_ALIKE),
     ("no signal so far", {**HEALTHY, "frac_reward_zero_std": lambda step: float(step < 19)}, {}),
     ("little signal", HEALTHY, {"frac_reward_zero_std": lambda step: 0.95 if step % 3 else 0.75}),

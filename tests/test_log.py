@@ -1,6 +1,6 @@
 """Lines for a terminal: broken between words, never inside a command or a metric."""
 
-from upweight.log import fitted, in_parts
+from upweight.log import counted, fitted, in_parts
 
 COMMAND = "`upweight new mine.csv --columns prompt=Frage,completion=Antwort,label=Bewertung`"
 
@@ -30,3 +30,7 @@ def test_parts_stay_whole():
     parts = ["step 17/24", "loss 5.48", "grad_norm 1.021", "2460 tokens/s", "1 s left"]
     assert in_parts(parts, 40) == "step 17/24  loss 5.48  grad_norm 1.021\n  2460 tokens/s  1 s left"
     assert in_parts(parts) == "  ".join(parts)  # no terminal: one log is one line
+
+
+def test_one_is_no_plural():
+    assert [counted(number, "row") for number in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]

@@ -90,6 +90,11 @@ class _ClearingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with what it counts: `1 row`, `2,000 rows`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def show_status(text: str) -> None:
     """Show a status line on stderr, which the next output replaces."""
     clear_status()

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upweight.errors import UserError
+from upweight.log import counted
 from upweight.methods.base import Method
 from upweight.settings import PositiveInt, Section, Strict, inner, setting
 from upweight.types import IGNORED
@@ -55,7 +56,7 @@ class RowSection(Section):
 def select_from_entry(rules: EntryRows, count: int, seed: int, where: str = "datasets") -> Positions:
     """Return which of an entry's `count` rows are read, in order; `where` names the entry in errors."""
     if rules.skip >= count:
-        raise UserError(f"{where}: 'skip: {rules.skip}' leaves out all {count} rows.")
+        raise UserError(f"{where}: 'skip: {rules.skip}' leaves out all of {counted(count, 'row')}.")
     rows = np.arange(rules.skip, count)
     if rules.shards:
         rows = rows[rules.shards_idx :: rules.shards]
@@ -76,7 +77,7 @@ def split_rows(rules: RowSection, counts: Sequence[int], seed: int) -> list[tupl
     number = min(max(round(size * total), 1), total) if 0 < size < 1 else int(size)
     if number and number >= total:
         raise UserError(
-            f"val_set_size: {number} of {total} rows would be held out and none left to train on. "
+            f"val_set_size: {number} of {counted(total, 'row')} would be held out and none left to train on. "
             "Set it lower (0 holds none out), or add rows."
         )
     mask = np.zeros(total, bool)

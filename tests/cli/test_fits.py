@@ -21,19 +21,19 @@ TEXTS = [{"path": "texts.jsonl", "type": "completion"}]
 
 
 def printed(capsys):
-    """The first line, the rows of the table by what is trained and the mode, and the answer."""
-    about, headings, *rows, answer = capsys.readouterr().out.splitlines()
+    """The first lines, the rows of the table by what is trained and the mode, and the answer."""
+    what, where, headings, *rows, answer = capsys.readouterr().out.splitlines()
     names = headings.split()
     cells = [dict(zip(names, row.replace("* ", "").split(), strict=True)) for row in rows]
-    return about, {(row["trained"], row["memory"]): row for row in cells}, answer
+    return f"{what}; {where}", {(row["trained"], row["memory"]): row for row in cells}, answer
 
 
 def test_a_table_that_marks_the_configs_own_way(tmp_path, capsys):
     config = write_config(tmp_path, write_model(tmp_path / "model"), adapter="lora", memory="lean")
     run(config, [], memory=24)
-    about, headings, *rows, answer = capsys.readouterr().out.splitlines()
-    assert "dpo, 512 tokens, sequences in a forward: 2; GiB of 24" in about
-    assert about.endswith("* is this config")
+    about, where, headings, *rows, answer = capsys.readouterr().out.splitlines()
+    assert about.endswith("in bfloat16, dpo on sequences of 512 tokens, at least 2 in a forward")
+    assert where == "GiB on one GPU of 24 GiB; longest: tokens that fit; * is this config"
     assert headings.split()[:2] == ["trained", "memory"]
     assert len(rows) == 9
     assert [row.split()[1:3] for row in rows if "*" in row] == [["lora", "lean"]]
@@ -113,7 +113,7 @@ def test_what_a_sampler_holds_is_part_of_the_plan(seven, tmp_path, capsys):
     overrides = ["trl.max_completion_length=4096", "trl.num_generations=8"]
     run(config, overrides, memory=80)
     about, rows, _ = printed(capsys)
-    assert "4608 tokens" in about
+    assert "4,608 tokens" in about
     balanced, lean = rows["lora", "balanced"], rows["lora", "lean"]
     # 64 completions and 8 prompts of 4,608 tokens, 28 layers of 4 heads of 128, keys and values of two bytes
     assert float(balanced["sampler"]) == pytest.approx(72 * 4608 * 28 * 4 * 128 * 4 / 2**30, abs=0.06)
@@ -174,7 +174,7 @@ def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
     run(config, ["distill.teacher=http://localhost:1", "distill.top_k=20"], memory=24)
     assert "teacher" not in beside_a_lora(capsys)[0]
     run(str(student), [], memory=24, method="distill")
-    assert ", no teacher (distill.teacher=FOLDER counts one), " in beside_a_lora(capsys)[0]
+    assert ", no teacher (distill.teacher=FOLDER counts one)" in beside_a_lora(capsys)[0]
     with pytest.raises(UserError, match=r"^distill\.teacher: could not load the config of 'nobody/nothing'"):
         run(str(student), ["distill.teacher=nobody/nothing"], memory=24, method="distill")
 
@@ -188,12 +188,12 @@ def test_without_a_gpu_the_memory_has_to_be_said(tmp_path):
 def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
     run(str(seven), ["trl.max_completion_length=300"], memory=80, method="grpo")
     about, _, answer = printed(capsys)
-    assert "7.61 billion weights, grpo, 812 tokens" in about
+    assert "7.61 billion weights in bfloat16, grpo on sequences of 812 tokens" in about
     assert about.endswith("* is what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set")
     assert answer.startswith("this config fits")
     run(str(seven), [], memory=15)
     about, _, answer = printed(capsys)
-    assert ", sft, " in about
+    assert ", sft on " in about
     assert "Set 'adapter: qlora' with 'load_in_4bit: true'" in answer
     with pytest.raises(UserError, match="--method: the config chooses the method"):
         run(write_config(tmp_path, seven), [], memory=24, method="dpo")
@@ -214,7 +214,7 @@ def test_a_size_is_enough(capsys):
     assert run("7b", [], memory=8, method="dpo") == 1
     first, about, *_, answer = capsys.readouterr().out.splitlines()
     assert first == "7b is counted with the shape of Qwen2.5-7B"
-    assert about.startswith("7.62 billion weights, dpo")
+    assert about.startswith("7.62 billion weights in bfloat16, dpo")
     assert answer.endswith("; 4 bits need bitsandbytes (pip install bitsandbytes)")
     with pytest.raises(UserError, match=r"9B: the sizes .* 7B, 8B"):
         run("9B", [], memory=8)
@@ -229,7 +229,7 @@ def test_what_the_table_of_sizes_in_the_docs_promises_fits(size, capsys):
     line = next(line for line in page.splitlines() if line.startswith(f"| {size} |"))
     for gib, cell in zip((8, 12, 16, 24), line.strip("| ").split(" | ")[1:], strict=True):
         run(size, ["sequence_len=1024"], memory=gib)
-        rows = [row.replace("*", " ").split() for row in capsys.readouterr().out.splitlines()[3:-1]]
+        rows = [row.replace("*", " ").split() for row in capsys.readouterr().out.splitlines()[4:-1]]
         fitting = {f"{NAMES[row[0]]}, `{row[1]}`" for row in rows if row[-2] == "yes"}
         assert cell in fitting if cell != "no" else not fitting
 

@@ -15,6 +15,7 @@ from upweight.cli.app import app
 from upweight.cli.export.run import run_merge
 from upweight.config import load_config
 from upweight.config.sections.model import ModelSection
+from upweight.data.formats import prompt_styles
 from upweight.errors import UserError
 from upweight.models.load import load_model
 from upweight.train.run import train
@@ -177,3 +178,22 @@ def test_what_is_wrong_is_said(model, tmp_path):
         inference(above, "--prompt", "a")
     with pytest.raises(UserError, match="there is no such config, run or model folder"):
         inference("./nowhere", "--prompt", "a")
+
+
+def test_a_run_on_alpaca_rows_is_asked_as_it_was_trained(model, tmp_path, caplog):
+    rows = [{"instruction": f"say {word}", "output": word} for word in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [{"path": str(tmp_path / "rows.jsonl"), "type": "alpaca"}]
+    config = write_config(tmp_path, model, **LORA, rl=None, datasets=data, chat_template="chatml")
+    train(load_config(config))
+    few = ("--temperature", 0, "--max-new-tokens", 12)
+    caplog.set_level("INFO")
+    prompt = prompt_styles.WITHOUT_INPUT + "\n\n### Instruction:\nsay a\n\n### Response:\n"
+    asked = inference(tmp_path / "out", "--prompt", "say a", *few)
+    assert "written as in training, by `type: alpaca`" in caplog.text
+    assert asked == inference(tmp_path / "out", "--prompt", prompt, "--raw", *few)
+    (row,) = rows_of(inference(tmp_path / "out", *few, given=json.dumps({"instruction": "say a"})))
+    assert row["completion"] == asked.rstrip("\n")
+    assert "put into the chat template" not in caplog.text
+    assert asked != inference(tmp_path / "out", "--prompt", "say a", "--no-style", *few)
+    assert "put into the chat template" in caplog.text

@@ -48,8 +48,11 @@ def test_by_config_and_by_folder(trained, tmp_path, capsys):
 
 
 def test_nothing_to_merge(trained, tmp_path):
-    with pytest.raises(UserError, match="whole model"):
+    with pytest.raises(UserError, match=r"whole model.*`upweight export` use it as it is"):
         run(str(trained.parent / "model"), [], output=None, check=False)
+    run(str(trained), [], output=tmp_path / "merged", check=False)
+    with pytest.raises(UserError, match="has this adapter in it already: use it as it is"):
+        run(str(trained), [], output=tmp_path / "merged", check=False)
     with pytest.raises(UserError, match="holds no trained model"):
         run(str(trained), [f"output_dir={tmp_path}"], output=None, check=False)
     with pytest.raises(UserError, match="there is no such"):

@@ -35,11 +35,14 @@ def test_fills_the_cache_and_sums_up(preprocess, tmp_path):
     assert (done.returncode, done.stdout) == (0, "")
     assert "datasets[0] (rows.jsonl): 3 rows read, 3 kept" in done.stderr
     assert "suggested sequence_len: 64 keeps all (now 256: 100.0% of rows fit)" in done.stderr
+    assert "`--show 3` prints rows" in done.stderr
     assert len(list((tmp_path / "last_run_prepared").iterdir())) == 1
 
 
 def test_shows_rows_and_nothing_else(preprocess):
-    shown = [json.loads(line) for line in preprocess("--show", "2").stdout.splitlines()]
+    done = preprocess("--show", "2")
+    assert "--show" not in done.stderr
+    shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert shown == [
         {
             "prompt": f"<|im_start|>user\nwhy {number}?<|im_end|>\n<|im_start|>assistant\n",

@@ -20,7 +20,7 @@ def test_a_file_of_completions_as_a_table_and_as_json(tmp_path):
     file = tmp_path / "written.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = tried(config, "--completions", str(file))
-    assert "3 completions of 1 prompts" in shown
+    assert "3 completions of 1 prompt " in " ".join(shown.split())
     assert 'vowels, best 0.8333: "aeiou"' in shown
     assert "Every reward separates completions." in shown
     plain = json.loads(tried(config, "--completions", str(file), "--json"))

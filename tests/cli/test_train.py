@@ -20,6 +20,7 @@ from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.processes import free_port
 from upweight.runs.checkpoints import checkpoints_of, is_whole
+from upweight.train.distributed.launch import MESSAGE_FOLDER
 from upweight.train.run import train
 
 
@@ -129,7 +130,7 @@ def test_a_used_folder_is_asked_about(model_folder, tmp_path):
     assert refused.returncode == 2
     assert f"output_dir: {tmp_path / 'out'} holds a run of 2 steps, which finished. `--resume`" in refused.stderr
     assert "give one of them" in upweight("train", file, "--resume", "--overwrite").stderr
-    assert "exists already" in upweight("merge-lora", file).stderr
+    assert "in it already" in upweight("merge-lora", file).stderr
     again = upweight("train", file, "--overwrite", "learning_rate=0.05")
     assert again.returncode == 0, again.stderr
     assert "merged was merged from the adapter before this run" in again.stderr
@@ -327,3 +328,13 @@ def test_code_that_moved_before_a_resume_is_named_with_its_former_place(tmp_path
     assert first.startswith("trl.loss_type: there is no 'gone_losses': no gone_losses.py in ")
     was = f"'gone_losses.loss' was in {tmp_path}/gone_losses.py, which is gone"
     assert second == f"When {checkpoint} was written, {was}: put it back."
+
+
+def test_ranks_leave_notices_on_the_config_to_their_launcher(model_folder, tmp_path, monkeypatch, caplog):
+    config = write_config(tmp_path, model_folder, flash_attention=True)
+    monkeypatch.setenv(MESSAGE_FOLDER, str(tmp_path))
+    _load_config(config, [])
+    assert not caplog.text
+    monkeypatch.delenv(MESSAGE_FOLDER)
+    _load_config(config, [])
+    assert "flash_attention: is now called" in caplog.text

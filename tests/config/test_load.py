@@ -34,6 +34,20 @@ def test_a_whole_config_is_read_into_its_sections():
     assert config.data.datasets[0].type == "chatml.intel"
 
 
+def test_a_model_beside_the_config_is_used_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "configs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "configs" / "a.yaml"
+    file.write_text("base_model: model\ndatasets: [{path: rows.jsonl, type: chatml.intel}]\nrl: dpo\n")
+    config = load_config(file)
+    assert config.model.base_model == str(tmp_path / "configs" / "model")
+    assert any("base_model: model is not in this folder, but beside the config" in one for one in config.notices)
+    (tmp_path / "model").mkdir()
+    assert load_config(file).model.base_model == "model"
+    with pytest.raises(UserError, match="255 bytes"):
+        load_config(file, ["base_model=" + "x" * 5000])
+
+
 def test_a_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         parse({**WHOLE, "rl": "dpo"}).optim.seed = 3

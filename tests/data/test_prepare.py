@@ -449,3 +449,17 @@ def test_a_kind_that_counts_for_nothing_may_be_missing():
 def test_both_kinds_and_other_methods_pass():
     require_both_labels(labelled(True, False), KTO(), lambda: "")
     require_both_labels(labelled(True, True), DPO(), lambda: "")
+
+
+@pytest.mark.parametrize("rl", ["dpo", None])
+def test_evaluation_rows_with_a_prompt_that_is_trained_on_are_counted(run, rl):
+    rows = [{**pair(number), "prompt": f"question {number % 3}"} for number in range(12)]
+    if rl is None:
+        rows = [{"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": f"a{n}"}]}
+                for n, row in enumerate(rows)]  # fmt: skip
+    kind = "chatml.prompt_pairs" if rl else "chat_template"
+    keys = {"rl": rl, "val_set_size": 4, "datasets": [{"path": "rows.jsonl", "type": kind}], "chat_template": "chatml"}
+    shared = "datasets[0] (rows.jsonl), for evaluation: 4 rows read, 4 kept; 4 with a prompt that is trained on too"
+    assert shared in run(rows, **keys).report.lines()
+    distinct = run([pair(number) for number in range(12)], val_set_size=4)
+    assert not any("trained on too" in line for line in distinct.report.lines())

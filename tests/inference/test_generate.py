@@ -8,11 +8,13 @@ import torch
 from made_runs import write_model
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.sections.data import DataSection, DatasetSpec
+from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
 from upweight.config.sections.model import ModelSection
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
 from upweight.inference.generate import NEW_TOKENS, TextGenerator, load_text_generator
+from upweight.methods import DPO, SFT
+from upweight.methods.base import Method
 from upweight.types import Sampling
 
 CHATML = DataSection(chat_template="chatml")
@@ -44,14 +46,31 @@ def test_texts_become_user_turns_unless_raw():
     assert read(by_dataset, "hello") == turn
 
 
-def test_a_style_that_the_chat_template_does_not_write_is_warned_of(caplog):
-    writer(entry=DatasetSpec(type="alpaca"), raw=True)
-    writer(entry=DatasetSpec(type="alpaca", as_messages=True))
-    writer(entry=DatasetSpec(type="chat_template"))
-    assert "in the style of" not in caplog.text
-    writer(entry=DatasetSpec(type="alpaca"))
-    assert "training wrote prompts in the style of `type: alpaca`" in caplog.text
-    assert "add --raw" in caplog.text
+def trained_by(kind, method: Method | None = None, **keys) -> TextGenerator:
+    return writer(trained_on=(DatasetSpec(type=kind, **keys), method or SFT()))
+
+
+def test_texts_are_written_as_training_wrote_them(caplog):
+    asked = trained_by("alpaca")
+    assert read(asked, "Add 2 and 3").endswith("### Instruction:\nAdd 2 and 3\n\n### Response:\n")
+    assert read(asked, "Add", input="2, 3").endswith("### Instruction:\nAdd\n\n### Input:\n2, 3\n\n### Response:\n")
+    assert read(trained_by("alpaca_chat.load_qa"), "Why?").endswith("USER: Why?\nASSISTANT:")
+    form = UserFormat(field_prompt="question", prompt_format="Q: {prompt}\nA: ")
+    assert read(trained_by(form, DPO()), "Why?") == "Q: Why?\nA: "
+    assert read(trained_by(form, DPO()), "Why?", question="How?") == "Q: How?\nA: "
+    assert read(trained_by(None, as_messages=False), "Why?") == "Why?"
+    for templated in (trained_by("chat_template"), trained_by(None), trained_by(form, DPO(), as_messages=True)):
+        assert read(templated, "Why?").startswith("<|im_start|>")
+    with pytest.raises(RowError, match=r"columns article and question.*--no-style"):
+        read(trained_by("context_qa"), "Why?")
+    assert "chat template" not in caplog.text
+
+
+def test_texts_in_the_chat_template_in_place_of_the_style_of_training_are_warned_of(caplog):
+    plain = writer(trained_on=(DatasetSpec(type="alpaca"), SFT()), style=False)
+    assert "chat template" not in caplog.text
+    assert read(plain, "hello").startswith("<|im_start|>")
+    assert "training wrote prompts by `type: alpaca`, and here they are put into the chat template" in caplog.text
 
 
 def test_plain_text_begins_with_bos_where_training_does():

@@ -103,6 +103,7 @@ def test_later_checkpoints_are_set_aside_each_time_in_a_new_place(tmp_path, capl
         made(tmp_path, step)
     set_aside(tmp_path, 8)
     assert "1 checkpoint after step 8 is now in" in caplog.text
+    assert "superseded-1 (0.00 GB), and not resumed from; delete this folder when you need the space" in caplog.text
     made(tmp_path, 12)
     set_aside(tmp_path, 4)
     set_aside(tmp_path, 4)

@@ -12,7 +12,8 @@ from made_health import HEALTHY, PAIRS, SICK, learning, run_of
 from slow_cases import slow_except
 from upweight import GRPOConfig
 from upweight.config.config import general_keys, method_keys
-from upweight.runs.files import HEALTH
+from upweight.doctor.run import check_run
+from upweight.runs.files import HEALTH, METRICS, RECORD
 from upweight.runs.health import REPEAT_AFTER, RULES, Health, outdated, too_early, verdicts
 from upweight.train.api.as_config import error_translator
 from upweight.train.recording.callbacks import HealthCallback
@@ -177,11 +178,19 @@ def test_in_a_script_remedies_name_its_arguments(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "upweight")
     logging.getLogger("upweight").propagate = True
     watch = HealthCallback(tmp_path, error_translator(GRPOConfig))
-    for step in range(1, 5):
-        watch.on_log(None, state(step), TrainerControl(), logs={**HEALTHY, "reward": 0.0, "frac_reward_zero_std": 1.0})
+    logs = [{**HEALTHY, "reward": 0.5, "frac_reward_zero_std": 1.0}] * 4
+    for step, row in enumerate(logs, 1):
+        watch.on_log(None, state(step), TrainerControl(), logs=row)
     assert "`trainer.generate_completions(rows)`" in caplog.text
     assert "raise num_generations" in caplog.text
-    assert "raise trl.num_generations" in (tmp_path / HEALTH).read_text()  # for `upweight doctor`
+    kept = (tmp_path / HEALTH).read_text()
+    assert "raise num_generations" in kept
+    (tmp_path / METRICS).write_text("".join(json.dumps({**row, "step": n}) + "\n" for n, row in enumerate(logs, 1)))
+    (tmp_path / RECORD).write_text(json.dumps({"state": "done", "settings": {"rl": "grpo"}}))
+    remedies = {one.what: one.remedy for one in check_run(tmp_path)}
+    assert "raise num_generations" in remedies["no signal so far"]
+    (tmp_path / RECORD).write_text(json.dumps({"state": "done"}))
+    assert "raise trl.num_generations" in {one.what: one.remedy for one in check_run(tmp_path)}["no signal so far"]
 
 
 def test_remedies_name_keys_that_exist():
@@ -199,6 +208,16 @@ def test_remedies_name_keys_that_exist():
 def test_a_metric_that_has_to_be_0_is_not_compared_with_0():
     (verdict,) = (one for one in verdicts(run_of(HEALTHY, {"grad_norm": 0.0}, steps=40)) if one.name == "no gradient")
     assert "(grad_norm 0, for " in verdict.line()
+
+
+def test_a_task_that_is_hopeless_or_constant_is_not_solved():
+    ends = {"reward_min": 0.0, "reward_max": 1.0}
+    hopeless = {**HEALTHY, **ends, "reward": 0.05, "reward_std": 0.2, "frac_reward_zero_std": 0.85}
+    constant = {**HEALTHY, "reward": 1.0, "reward_std": 0.0, "reward_min": 1.0, "reward_max": 1.0}
+    for run, verdict in ((hopeless, "little signal"), ({**constant, "frac_reward_zero_std": 1.0}, "no signal")):
+        names = {one.name for one in verdicts(run_of(run, {}, steps=60))}
+        assert verdict in names
+        assert "solved" not in names
 
 
 def test_a_first_lucky_completion_is_no_solved_task():

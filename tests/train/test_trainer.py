@@ -95,7 +95,7 @@ def test_evaluating_by_smaller_batches_gives_the_same(tmp_path):
 
 def test_too_few_rows_for_a_batch_are_said_to_be(tmp_path):
     trainer = trainer_for(OFFLINE["dpo"], tmp_path, batch=64, dataloader_drop_last=True)
-    with pytest.raises(UserError, match="11 rows do not fill one batch of 64"):
+    with pytest.raises(UserError, match="11 rows cannot fill one batch of 64"):
         trainer.train()
 
 

@@ -76,6 +76,8 @@ def preprocess(
             logger.info("%s", line)
         for row in shown_rows(stage, prepared, show, tokens=tokens):
             print(json.dumps(row, ensure_ascii=False))
+    if not show:
+        logger.info("`--show 3` prints rows as the model reads them; with `--tokens`, also which tokens are trained on")
 
 
 app.command(**TAKES_OVERRIDES)(distill_log)
@@ -232,6 +234,9 @@ def inference(
     chat: Annotated[bool, typer.Option("--chat", help="Talk; /reset forgets, Ctrl-D ends.")] = False,
     system: Annotated[str | None, typer.Option(help="System text of prompts that have none.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are, without the chat template.")] = False,
+    style: Annotated[
+        bool, typer.Option(help="Write texts as the `type` of the training data did, such as `alpaca`.")
+    ] = True,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most new tokens; default: up to 512.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Keep the likeliest tokens up to this share.")] = 1.0,
@@ -243,7 +248,7 @@ def inference(
     from upweight.cli.inference import run_inference
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    generator = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
+    generator = {"system": system, "raw": raw, "style": style, "new_tokens": max_new_tokens}
     request = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json, "images": image}
     run_inference(trained, overrides or [], sampling=sampling, **request, **generator)
 

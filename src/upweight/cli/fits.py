@@ -171,17 +171,20 @@ def report(
         rows.append((mark + trained, mode, *cells, "yes" if plan.fits else "no", str(plan.longest)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     length, sequences = row_tokens(config)
-    what = f"{model.shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {length} tokens"
+    what = f"{model.shape.parameters / 1e9:.2f} billion weights in bfloat16, {config.method.name}"
+    what += f" on sequences of {length:,} tokens, at least {sequences} in a forward"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
     if config.method.needs_teacher and not config.teacher.places:
         beside = ", no teacher (distill.teacher=FOLDER counts one)"
-    about = f"{what}{beside}, sequences in a forward: {sequences}; GiB of {card / GIB:.0f}, bfloat16; * is {marked}"
+    sharded = config.sharding.fsdp or config.sharding.deepspeed is not None
+    whole = ", which holds all weights (shards are not counted)" if sharded else ""
+    about = [f"{what}{beside}", f"GiB on one GPU of {card / GIB:.3g} GiB{whole}; longest: tokens that fit; * is {marked}"]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     too_long = model.shape.positions and length > model.shape.positions
     bound = (
         f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
     )
-    return [about, *table, answer(config, modes, plans, card, model) + bound], plans[configured].fits and not too_long
+    return [*about, *table, answer(config, modes, plans, card, model) + bound], plans[configured].fits and not too_long
 
 
 def answer(
@@ -191,11 +194,12 @@ def answer(
     trained, mode = configured = trained_weights(config), config.optim.memory
     mine = plans[configured]
     if mine.fits:
-        size = f"about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
+        size = f"about {mine.need.total / GIB:.1f} of the {mine.available / GIB:.1f} GiB of a GPU that can be used"
         return f"this config fits ('memory: {mode}'): {size}, sequences of up to {mine.longest:,} tokens"
     kinds = [*TRAINED_KINDS[TRAINED_KINDS.index(trained) :], PACKED]
     ways: list[Way] = [(kind, one) for kind in kinds for one in SMALLER[mode] if (kind, one) in plans]
-    size = f"it needs about {mine.need.total / GIB:.1f} of {mine.available / GIB:.1f} usable GiB"
+    room = f"{mine.available / GIB:.1f} GiB of a GPU can be used"
+    size = f"it needs about {mine.need.total / GIB:.1f} GiB, and {room}"
     for way in ways:
         if plans[way].fits:
             total = plans[way].need.total / GIB

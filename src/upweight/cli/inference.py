@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from upweight.cli.inputs import find_trained, lines_of, parse_row, read_rows, text_format_of, text_of, utf8_from
+from upweight.cli.inputs import (
+    find_trained,
+    lines_of,
+    parse_row,
+    read_rows,
+    text_format_of,
+    text_of,
+    trained_on,
+    utf8_from,
+)
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
 from upweight.files import atomic_path
@@ -81,7 +90,7 @@ def run_inference(
     rows = {"--prompt": asked} if prompt is not None else {} if chat else _read_rows(file)
     quiet_transformers()
     data, entry, _ = text_format_of(model)
-    kept = {"data": data, "entry": entry, "folder": model.config.folder}
+    kept = {"data": data, "entry": entry, "folder": model.config.folder, "trained_on": trained_on(model)}
     generator = load_text_generator(model.model, model.adapter, **kept, **options)
     # Loading seeds torch's generator: without a random seed every call would sample the same.
     seed = secrets.randbits(31) if sampling["seed"] is None else sampling["seed"]

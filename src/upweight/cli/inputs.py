@@ -15,6 +15,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides, joined_options
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.methods.base import Method
 from upweight.runs.files import RECORD, holds_run, no_run_in, no_such_run, read_json
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
@@ -176,6 +177,12 @@ def text_format_of(model: TrainedModel) -> tuple[DataSection, DatasetSpec | None
         chat_template_jinja=first.chat_template_jinja,
     )
     return data, entry, family is not None or "chat_template" in kind
+
+
+def trained_on(model: TrainedModel) -> tuple[DatasetSpec, Method] | None:
+    """Return the first dataset of the training run, if it is known, and the method that read it."""
+    datasets = model.config.data.datasets
+    return (datasets[0], model.config.method) if datasets else None
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

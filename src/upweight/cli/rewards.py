@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from upweight.cli.inputs import load_with_notices, read_rows
-from upweight.log import quiet_transformers
+from upweight.log import counted, quiet_transformers
 
 LONGEST_SHOWN = 240  # characters of an example
 WIDTH = 120  # of the table where there is no terminal
@@ -28,7 +28,7 @@ def run(
         return int(not plain["works"])
     console = Console(width=None if Console().is_terminal else WIDTH)
     total = plain["completions"]
-    table = Table(title=f"{total} completions of {plain['prompts']} prompts")
+    table = Table(title=f"{counted(total, 'completion')} of {counted(plain['prompts'], 'prompt')}")
     for column in ("reward", "mean", "lowest", "highest", "spread in groups", "None", "failed", "seconds"):
         table.add_column(column, justify="left" if column == "reward" else "right")
     for reward in plain["rewards"]:

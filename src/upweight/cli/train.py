@@ -11,16 +11,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from upweight.cli.inputs import ADAPTER, load_with_notices
+from upweight.cli.inputs import ADAPTER, load_with_notices, read_config
 from upweight.config import Config
 from upweight.config.yaml_file import read_yaml
 from upweight.errors import UserError
-from upweight.log import logger, quiet_transformers
+from upweight.log import counted, logger, quiet_transformers
 from upweight.runs.checkpoints import DATA, checkpoints_of, refuse_damaged, step_of
 from upweight.runs.command import started_by
 from upweight.runs.files import CONFIG, METRICS, RECORD, no_such_run, read_json
 from upweight.runs.record import TRAINED, earlier_run, require_trained
-from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
+from upweight.train.distributed.launch import (
+    Start,
+    end_with_launcher,
+    has_launcher,
+    is_rank,
+    launch,
+    say_through_launcher,
+)
 
 
 def run_train(
@@ -156,7 +163,7 @@ def _load_config(path: Path, overrides: list[str]) -> Config:
     if os.environ.get("RANK", "0") != "0":
         logger.setLevel(logging.ERROR)  # only rank 0 logs
     try:
-        return load_with_notices(path, overrides)
+        return read_config(path, overrides) if has_launcher() else load_with_notices(path, overrides)
     except UserError as error:
         raise UserError("\n".join([str(error), *_moved_code(path, str(error))])) from error
 
@@ -179,7 +186,7 @@ def _launch_ranks(arguments: Sequence[str], start: Start) -> int | None:
     gpus = torch.cuda.device_count()
     processes = start.nproc_per_node or (1 if start.launcher == "none" else max(gpus, 1))
     if gpus and processes > gpus:
-        raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs one.")
+        raise UserError(f"--num-processes {processes}: {counted(gpus, 'visible GPU')}, and each process needs one.")
     if processes > 1 or start.nodes > 1 or start.launcher in ("torchrun", "accelerate"):
         return launch(arguments, start, processes)
     if gpus > 1:  # the Trainer would spread one process over all it sees

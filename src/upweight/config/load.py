@@ -1,5 +1,6 @@
 """Reads a YAML file into a checked Config, or raises one error that lists all that is wrong."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +48,7 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
         return parse_stages(content, parse, method_of)
     findings, content = Findings(), with_registered(content, folder)
     flat = _flatten(modernise(content, findings), findings)
+    _find_model_beside(flat, folder, findings)
     draft = _Draft(_method_name(flat, fragment), findings, {"folder": folder})
     for path, value in flat.items():
         draft.assign(path, value)
@@ -60,6 +62,16 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
     if findings.errors:
         raise ConfigError(findings.errors, (*findings.notices, *warnings), [config])
     return replace(config, notices=tuple(dict.fromkeys((*findings.notices, *warnings))))
+
+
+def _find_model_beside(flat: dict[str, Any], folder: Path, findings: Findings) -> None:
+    """Take a model that is not in the working folder from that of the config, as files of data are."""
+    model = flat.get("base_model")
+    if not isinstance(model, str) or not model or os.path.exists(os.path.expanduser(model)):
+        return
+    if os.path.exists(folder / model):  # a Path's method raises where the name is too long for one
+        flat["base_model"] = str(folder / model)
+        findings.notices.append(f"base_model: {model} is not in this folder, but beside the config: {folder / model}")
 
 
 def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Rows that resemble others: near duplicates by minhash, and training rows that contain evaluation rows."""
+"""Rows that resemble others: near duplicates by minhash, training rows that contain evaluation rows, shared prompts."""
 
+import hashlib
 import re
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 HASHES = 128  # of a signature: two rows share each with a probability of their similarity
@@ -17,6 +20,7 @@ MOST_ROUNDS = 8  # of comparing a bucket's rows with one of them
 COMPARED_AT_ONCE = 1 << 16  # pairs of signatures
 CONTAINED = 0.8  # share of an evaluation row's shingles in a training row that counts as containing it
 SAMPLED, FEWEST_SAMPLED = 256, 64  # rows that show what is common
+SHARED_PROMPT = "with a prompt that is trained on too"
 COMMON = 0.2  # share of the rows that makes a shingle common
 SYSTEM = {"system", "system_prompt", "tools"}  # what many rows share without being alike
 ROLE = ("role", "from")
@@ -150,3 +154,36 @@ class EvaluationRows:
         rows = np.concatenate([self.row_E[first[number] : last[number]] for number in there])
         shared = np.bincount(rows, minlength=len(self.count_R))
         return bool((shared >= CONTAINED * self.count_R).any())
+
+
+class TrainedPrompts:
+    """Digests of the prompts that are trained on, by which evaluation rows with one of them are counted."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.wanted, self._seen = wanted, set[bytes]()
+
+    def shared(self, batch: pa.RecordBatch, *, evaluation: bool) -> Counter[str]:
+        """Take prepared training rows, or return how many evaluation rows have the prompt of one taken before."""
+        prompts = _prompts_of(batch) if self.wanted else []
+        digests = [hashlib.blake2b(ids.tobytes(), digest_size=8).digest() for ids in prompts if len(ids) > 1]
+        if evaluation:
+            return Counter(+Counter({SHARED_PROMPT: sum(digest in self._seen for digest in digests)}))
+        self._seen.update(digests)
+        return Counter()
+
+
+def _prompts_of(batch: pa.RecordBatch) -> list[NDArray[Any]]:
+    """Return the token ids of each row's prompt: its column, or what comes before the first token trained on."""
+    names = set(batch.schema.names)
+    if "images" in names:  # one question about many images is not one prompt
+        return []
+    if "prompt_ids" in names:
+        return [np.asarray(ids) for ids in _lists(batch, "prompt_ids")]
+    if not {"input_ids", "loss_mask"} <= names:
+        return []
+    pairs = zip(_lists(batch, "input_ids"), _lists(batch, "loss_mask"), strict=True)
+    return [ids[: int(np.argmax(mask))] for ids, mask in pairs]
+
+
+def _lists(batch: pa.RecordBatch, name: str) -> list[NDArray[Any]]:
+    return [np.asarray(value) for value in batch.column(name).to_numpy(zero_copy_only=False) if value is not None]

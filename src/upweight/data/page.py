@@ -12,6 +12,7 @@ from upweight.data.prepare import Prepared
 from upweight.data.stream.build import mixture_lines
 from upweight.data.summary import Source, Summary, examples, summarize
 from upweight.files import write_text
+from upweight.log import counted
 from upweight.runs.report.page import plain_page
 
 EXAMPLES = 12
@@ -135,7 +136,7 @@ def _chart(name: str, lengths: NDArray[np.int64], limit: int | None) -> str:
     bars = []
     for number, count in enumerate(counts.tolist()):
         tall = HEIGHT * count / most
-        tip = f"{round(number * top / BARS):,} to {round((number + 1) * top / BARS):,} tokens: {count:,} rows"
+        tip = f"{round(number * top / BARS):,} to {round((number + 1) * top / BARS):,} tokens: {counted(count, 'row')}"
         place = f'x="{number * width:.1f}" y="{HEIGHT - tall:.1f}" width="{width - 1:.1f}" height="{tall:.1f}"'
         bars.append(f"<rect {place}><title>{tip}</title></rect>")
     at = WIDTH * (limit or 0) / top

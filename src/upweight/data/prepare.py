@@ -21,7 +21,7 @@ from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
 from upweight.data.chat_rows import has_plain_prompts, warn_of_plain_prompts
-from upweight.data.cleaning import Signatures
+from upweight.data.cleaning import Signatures, TrainedPrompts
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import Record
 from upweight.data.report import (
@@ -251,6 +251,7 @@ class _Builder:
         self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
         self.column_names: set[str] = set()
         self.seen: set[bytes] = set()
+        self.prompts = TrainedPrompts(wanted=any(job.evaluation for job in jobs))
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
         self.ranks: list[float] = []  # of the training rows, by `curriculum_column`
@@ -279,6 +280,7 @@ class _Builder:
             batch, origin, signatures = batch.filter(pa.array(fresh)), origin[mask], signatures[mask[: len(signatures)]]
             rank = list(compress(rank, fresh))
         part.kept += len(batch)
+        part.notes += self.prompts.shared(batch, evaluation=part.evaluation)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
         if not part.evaluation:
             self.lengths.append(chunk.length_M3.astype(np.int32))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import counted, logger
 
 PERCENTILES = (50, 90, 95, 99)
 ROUNDING = 64  # suggested lengths are multiples of this
@@ -66,7 +66,7 @@ class PrepareReport:
             lines.append(f"suggested {setting}: {choices} {now}".rstrip())
         source = "from the cache" if self.cached else f"in {self.seconds:.1f} s"
         evaluation = f", {self.eval_rows:,} to evaluate on" if self.eval_rows else ""
-        return [*lines, f"prepared {self.train_rows:,} rows to train on{evaluation}, {source}"]
+        return [*lines, f"prepared {counted(self.train_rows, 'row')} to train on{evaluation}, {source}"]
 
     def nothing_left(self, use: str) -> str:
         """Return the error of data without a row to `use` (train, evaluate), with the length that keeps rows."""
@@ -113,7 +113,9 @@ def _entry_line(part: EntryCounts) -> str:
     changes = [f"{count:,} dropped: {reason}" for reason, count in part.dropped.most_common()]
     changes += [f"{count:,} {note}" for note, count in part.notes.most_common()]
     use = ", for evaluation" if part.evaluation else ""
-    return f"{part.where}{use}: {part.read:,} rows read, {part.kept:,} kept" + "".join(f"; {c}" for c in changes)
+    return f"{part.where}{use}: {counted(part.read, 'row')} read, {part.kept:,} kept" + "".join(
+        f"; {c}" for c in changes
+    )
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:

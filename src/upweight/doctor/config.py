@@ -20,6 +20,7 @@ from upweight.data.summary import token_counts
 from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
+from upweight.log import counted
 from upweight.models.first_look import model_problems
 from upweight.models.load import load_failures, load_model_config
 from upweight.models.memory import GIB, Memory
@@ -140,7 +141,7 @@ def _data(state: CheckState) -> Iterator[Finding]:
         sizes += ", rows that were left out among them"
     state.columns = [name for name in data.train[0] if name not in PREPARED_COLUMNS]
     columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""
-    says = f"{len(data.train):,} rows to train on{columns}; {sizes}"
+    says = f"{counted(len(data.train), 'row')} to train on{columns}; {sizes}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
     online = config.method.online_settings
     if online is not None:

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,19 @@ from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.config.sections.training import LESS_MEMORY
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
+from upweight.log import counted
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
-from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, no_run_in, read_json, this_machine
+from upweight.runs.files import (
+    CONFIG,
+    HEALTH,
+    METRICS,
+    RECORD,
+    JsonLines,
+    metrics_of,
+    no_run_in,
+    read_json,
+    this_machine,
+)
 from upweight.runs.health import Waiting, too_early, verdicts
 from upweight.runs.report.run import folders_of, run_status
 
@@ -54,7 +65,8 @@ def check_run(folder: Path) -> list[Finding]:
         ended = replace(
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
         )
-    return [ended, *damaged, *_check_rate(folder, record), *_check_health(rows, failed=ended.level == "alarm")]
+    failed, remedies = ended.level == "alarm", _remedies_of_script(folder) if "settings" in record else {}
+    return [ended, *damaged, *_check_rate(folder, record), *_check_health(rows, remedies, failed=failed)]
 
 
 def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
@@ -89,7 +101,12 @@ def _check_rate(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
     yield from (Finding("warning", "keys", warning) for warning in warnings)
 
 
-def _check_health(rows: list[dict[str, Any]], *, failed: bool) -> Iterator[Finding]:
+def _remedies_of_script(folder: Path) -> dict[str, str]:
+    """Return the remedies by verdict as the run wrote them, with the arguments of its script in place of keys."""
+    return {str(row.get("name")): str(row["remedy"]) for row in JsonLines(folder / HEALTH).read() if "remedy" in row}
+
+
+def _check_health(rows: list[dict[str, Any]], remedies: Mapping[str, str], *, failed: bool) -> Iterator[Finding]:
     """Apply the health rules to the logged metrics; `failed`: how the run ended is an alarm already."""
     if not rows:
         yield Finding(
@@ -100,14 +117,17 @@ def _check_health(rows: list[dict[str, Any]], *, failed: bool) -> Iterator[Findi
     for verdict in warnings:
         evidence = {key: value for key, value in asdict(verdict).items() if key not in ("name", "level", "remedy")}
         says = f"{verdict.seen()}, at step {verdict.step}"
-        yield Finding("alarm" if verdict.level == "alarm" else "warning", verdict.name, says, verdict.remedy, evidence)
+        level: Level = "alarm" if verdict.level == "alarm" else "warning"
+        yield Finding(level, verdict.name, says, remedies.get(verdict.name, verdict.remedy), evidence)
     waiting = too_early(rows)
     evidence = {"waiting": [one._asdict() for one in waiting]}
     if any(one.level == "alarm" for one in waiting):
         steps = max(row["step"] for row in rows)
-        yield Finding("note", "too early", f"after {steps} steps, {_judge_later(waiting)}", evidence=evidence)
+        yield Finding(
+            "note", "too early", f"after {counted(steps, 'step')}, {_judge_later(waiting)}", evidence=evidence
+        )
     elif not warnings:
-        says = f"no health rule reports a problem in {len(rows)} logged rows"
+        says = f"no health rule reports a problem in {counted(len(rows), 'logged row')}"
         later = f"; {_judge_later(waiting)}" if waiting else ""
         yield Finding("ok", "health", says + later, evidence=evidence if waiting else {})
 

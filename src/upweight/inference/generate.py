@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.encode import row_images
-from upweight.data.formats.prompt_styles import without_template
+from upweight.data.examples import Setup
+from upweight.data.formats.training_style import style_of
 from upweight.data.images.marks import MARKS, expanded, missing_images
 from upweight.data.images.row_images import COLUMNS
 from upweight.data.raw_row import Row, RowError, checked_text
@@ -22,7 +23,8 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.inference.score import load_trained
-from upweight.log import logger, warn_once
+from upweight.log import inform_once, logger, warn_once
+from upweight.methods.base import Method
 from upweight.models.modules import unwrap_peft
 from upweight.models.processor import image_reader
 from upweight.models.tokenizer import eos_token_ids
@@ -45,9 +47,14 @@ class TextGenerator:
         folder: Path | None = None,
         system: str | None = None,
         raw: bool = False,
+        trained_on: tuple[DatasetSpec, Method] | None = None,
+        style: bool = True,
         new_tokens: int | None = None,
     ) -> None:
-        """`data`, `entry`: how training formatted text; `folder`: where paths in them begin; `new_tokens`: limit."""
+        """`data`, `entry`: how training formatted text; `folder`: where paths in them begin; `new_tokens`: limit.
+
+        `trained_on`: with `style`, texts are written in the style of this dataset's `type`, where it has one.
+        """
         data, entry = data or DataSection(), entry or DatasetSpec()
         self._tokenizer, self._tokens = tokenizer, TextTokens(tokenizer, data.eot_tokens)
         self._template = chat_template(data, entry, tokenizer, folder or Path())
@@ -57,12 +64,12 @@ class TextGenerator:
         self.raw, self.templated, self._new_tokens = raw, known and not raw, new_tokens
         if system and not self.templated:
             raise UserError("a system text needs a chat template: name one (`chat_template`), and leave --raw out")
-        if self.templated and (style := without_template(entry)) is not None:
-            warn_once(
-                f"training wrote prompts in the style of {style}, and here they are put into the chat template: write "
-                "them in that style and add --raw (`upweight preprocess CONFIG --show 1` shows one)"
-            )
-        if not known and not raw:
+        self._style = None
+        if trained_on is not None and not raw and self._images is None:
+            trained_entry, method = trained_on
+            self._style = style_of(Setup(data, trained_entry, method, self._reader, self._template, self._tokens))
+        self._writes_style = style and not system and self._style is not None
+        if not known and not raw and not self._writes_style:
             logger.info("the tokenizer has no chat template: texts are continued as they are")
         base = unwrap_peft(model)
         self._limit: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
@@ -89,6 +96,9 @@ class TextGenerator:
         prompt, loaded = row.get("prompt"), []
         if isinstance(prompt, str) and not prompt.strip():
             raise RowError("prompt", "text, got an empty one")
+        if self._style is not None and self._writes_style and not raw and not isinstance(prompt, list):
+            inform_once(f"prompts are written as in training, by {self._style.name}; --no-style turns it off")
+            prompt, raw = self._style(Row(row)), True
         if self._images is not None:
             has_column = any(row.get(name) is not None for name in COLUMNS)
             if has_column and self.templated and isinstance(prompt, str):
@@ -98,6 +108,11 @@ class TextGenerator:
         if raw or self.raw or (isinstance(prompt, str) and not self.templated):
             text = checked_text(prompt, "prompt")
         else:
+            if self._style is not None:
+                warn_once(
+                    f"training wrote prompts by {self._style.name}, and here they are put into the chat template, to "
+                    "which the model may answer worse; `--prompt` and `--file` write texts as in training"
+                )
             messages = self._reader.messages(prompt, "prompt")
             text = self._template.prompt(self._reader.conversation(Row(row), messages))
         refs = tuple(loaded[int(number)][0] for number in MARKS.findall(text)) if loaded else ()

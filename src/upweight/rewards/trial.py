@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from upweight.errors import UserError
+from upweight.log import counted
 from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.invoke import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.local import InProcessRunner
@@ -107,7 +108,7 @@ def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, 
     working = [trial for trial in trials if trial.known]
     flat = [all(_is_flat(trial.scores[a:b]) for trial in working) for a, b in trials[0].groups] if working else []
     if flat and any(flat) and not all(flat):
-        prompts = f"{sum(flat)} of {len(flat)} prompts"
+        prompts = f"{sum(flat)} of {counted(len(flat), 'prompt')}"
         problems.append(f"no reward separates the completions of {prompts}: their advantages are 0")
     return problems
 
@@ -119,7 +120,9 @@ def _remarks_on(trial: Trial) -> list[str]:
         return [f"always fails: {reason}"]
     problems = []
     if trial.failed:
-        problems.append(f"failed on {trial.failed} of {len(trial.scores)} completions; see the warning above")
+        problems.append(
+            f"failed on {trial.failed} of {counted(len(trial.scores), 'completion')}; see the warning above"
+        )
     known = trial.known
     if not known:
         return [*problems, "applies to none of the completions (None throughout)"]
@@ -131,7 +134,9 @@ def _remarks_on(trial: Trial) -> list[str]:
         why = "advantages compare completions of the same prompt"
         problems.append(f"differs between prompts but never within a group: {why}, so it has no effect")
     if trial.seconds > SLOW_SECONDS:
-        problems.append(f"took {trial.seconds:.1f} s for {len(trial.scores)} completions; raise trl.reward_num_workers")
+        problems.append(
+            f"took {trial.seconds:.1f} s for {counted(len(trial.scores), 'completion')}; raise trl.reward_num_workers"
+        )
     return problems
 
 

@@ -11,7 +11,7 @@ import xxhash
 
 from upweight.errors import UserError, closest
 from upweight.files import write_text
-from upweight.log import logger
+from upweight.log import counted, logger
 from upweight.runs.files import MOST_LISTED, MOST_LOOKED_AT, read_json
 
 WHOLE, DATA = "whole.json", "data.json"
@@ -196,5 +196,7 @@ def set_aside(run_folder: Path, step: int) -> None:
     target.mkdir()
     for folder in later:
         folder.rename(target / folder.name)
-    what = "1 checkpoint after step %d is" if len(later) == 1 else f"{len(later)} checkpoints after step %d are"
-    logger.warning(f"warning: {what} now in %s, and not resumed from; delete it when you like", step, target)
+    verb = "is" if len(later) == 1 else "are"
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) / 1e9
+    what = f"{counted(len(later), 'checkpoint')} after step {step} {verb} now in {target} ({size:.2f} GB)"
+    logger.warning("warning: %s, and not resumed from; delete this folder when you need the space", what)

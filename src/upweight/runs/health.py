@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from upweight.files import packaged_yaml
+from upweight.log import counted
 
 START_ROWS, START_STEPS = 5, 20  # logs of the first steps that define the start values
 MIN_ROWS = 3  # logs that a verdict needs, however many steps each covers
@@ -93,7 +94,7 @@ class Verdict:
         """Return the meaning with the evidence."""
         limit = f", {SIGNS[self.relation]} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
         limit = limit if self.threshold or self.relation != "near" else ""  # the value says it
-        return f"{self.meaning} ({self.metric} {self.value:.4g}{limit}, for {self.steps} steps)"
+        return f"{self.meaning} ({self.metric} {self.value:.4g}{limit}, for {counted(self.steps, 'step')})"
 
 
 class Waiting(NamedTuple):
@@ -112,6 +113,7 @@ class Health:
         self.start: list[MetricsRow] = []
         self.start_value: dict[str, float | None] = {}  # means of `start`
         self.lowest: dict[str, float] = {}
+        self.rewards = (math.inf, -math.inf)  # the lowest and the highest of a completion
         self.held_at: dict[tuple[str, str], int] = {}  # last step at which a verdict held
         self.keeps = max(rule.steps for rule in RULES)
 
@@ -165,7 +167,11 @@ class Health:
             for name in row:
                 if name.endswith("loss") and (value := _finite_number(row[name])) is not None:
                     self.lowest[name] = min(value, self.lowest.get(name, math.inf))
-        elif not self.start or (len(self.start) < START_ROWS and row["step"] <= START_STEPS):
+            return
+        least, most = (_finite_number(row.get(f"reward_{end}")) for end in ("min", "max"))
+        if least is not None and most is not None:
+            self.rewards = min(self.rewards[0], least), max(self.rewards[1], most)
+        if not self.start or (len(self.start) < START_ROWS and row["step"] <= START_STEPS):
             self.start.append(row)
             self.start_value = {}
 
@@ -209,6 +215,8 @@ class Health:
         if against == "earned":  # 0 or one size: the mean is share x size, the mean of squares share x size x size
             std = _finite_number(row.get(name.removesuffix("mean") + "std"))
             return value**2 / (value**2 + std**2) if std else None
+        if against == "missing":
+            return self._missing(value, _finite_number(row.get(f"{name}_std")) or 0.0)
         start_value, spread = self._start_value(name), self._start_value(f"{name}_std")
         if against == "growth":
             return value / start_value if start_value is not None and start_value > 0 else None
@@ -216,6 +224,14 @@ class Health:
             return None
         # If the reward was 0 at first, the present spread decides whether it has risen.
         return (value - start_value) / max(spread, _finite_number(row.get(f"{name}_std")) or 0.0, 1e-6)
+
+    def _missing(self, value: float, std: float) -> float | None:
+        """Return how many standard deviations a mean lies below the highest reward; None where all are the same."""
+        lowest, highest = self.rewards
+        if not lowest < highest:
+            return None
+        gap = highest - value
+        return gap / std if std else math.inf if gap > 1e-6 * (highest - lowest) else 0.0
 
     def _start_value(self, name: str) -> float | None:
         if name not in self.start_value:

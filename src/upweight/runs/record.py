@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from upweight.errors import UserError
 from upweight.files import storage_error, write_text
-from upweight.log import logger
+from upweight.log import counted, logger
 from upweight.processes import start_ticks
 from upweight.runs.checkpoints import checkpoints_of, is_whole, newest_marked
 from upweight.runs.command import recorded_command, resume_words
@@ -63,8 +63,8 @@ def earlier_run(folder: Path) -> EarlierRun | None:
     running = f"process {record.get('pid')} is training" if is_here else "runs on another machine, or was killed there"
     words = {"done": "finished", "failed": "failed", "stopped": "was stopped", "running": running}
     words["killed"] = f"was killed (its process {record.get('pid')} is gone)"
-    counted = "a trained model" if steps is None else f"a run of {steps} steps"
-    holds = counted + (f", which {words[state]}" if state in words else "")
+    what = "a trained model" if steps is None else f"a run of {counted(steps, 'step')}"
+    holds = what + (f", which {words[state]}" if state in words else "")
     if state == "running" and is_here:
         return EarlierRun(holds, "Wait for it, or end it")
     step, again = newest_marked(folder), "`--overwrite` trains from the beginning and replaces its model and metrics"

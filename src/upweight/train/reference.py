@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.files import atomic_path
-from upweight.log import logger
+from upweight.log import counted, logger
 from upweight.methods.base import Method, ReferenceSync
 from upweight.models.modules import dropout_off
 from upweight.models.reference import AdapterOff, SyncedReference
@@ -65,7 +65,7 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
     missing = any(all_gather_objects(file is None or not file.exists()))
     if file is None or missing:
         frozen = AdapterOff(model).use(model) if how.no_adapter and isinstance(model, PeftModel) else dropout_off(model)
-        logger.info("reference log-probs: computing them for %d rows", len(rows))
+        logger.info("reference log-probs: computing them for %s", counted(len(rows), "row"))
         logps: list[NDArray[np.float32]] = []
         with torch.no_grad(), frozen:
             for start in range(0, len(rows), ROWS_AT_A_TIME):

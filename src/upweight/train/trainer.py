@@ -20,7 +20,7 @@ from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.heartbeat import activity, heartbeat
-from upweight.log import logger
+from upweight.log import counted, logger
 from upweight.models.export import quiet_saving, save_model
 from upweight.models.hub import hub_errors
 from upweight.models.memory import out_of_memory
@@ -177,7 +177,7 @@ class MethodTrainer(Trainer):
         self.sampler = StepBatchSampler(rows, batch, args.seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
             remedy = "Lower 'micro_batch_size' or 'gradient_accumulation_steps', or drop 'dataloader_drop_last'."
-            raise UserError(f"datasets: {rows} rows do not fill one batch of {batch}. {remedy}")
+            raise UserError(f"datasets: {counted(rows, 'row')} cannot fill one batch of {batch}. {remedy}")
         return self._loader(self.train_dataset, self.sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:

@@ -102,8 +102,11 @@ def test_merged_folder_is_whole_and_in_the_dtype_of_the_base(tmp_path):
     assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
     assert not list(tmp_path.glob("*.partial"))
     assert 0 < merge_error(what, tmp_path / "merged") < 0.5
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="has this adapter in it already"):
         merge_adapter(what, tmp_path / "merged")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        merge_adapter(what, tmp_path / "other")
 
 
 def test_difference_sees_a_merge_that_went_wrong(tmp_path):

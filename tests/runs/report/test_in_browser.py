@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from made_browser import BROWSER, QUIET, browser_page
-from made_reports import as_lines, completion, with_pictures, write_run
+from made_reports import as_lines, completion, metrics, with_pictures, write_run
 from upweight.runs.report.page import PageReader, page, write_report
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
@@ -32,6 +32,15 @@ def test_a_run_is_drawn_and_its_text_stays_text(tmp_path):
     assert "<img" not in shown
     assert shown.count("<canvas") == len(re.findall(r'<figure class="chart"', shown)) > 5
     assert "Before and after" in shown
+
+
+def test_pass_rates_are_named_by_what_they_count(tmp_path):
+    rates = [{"step": step, "eval_rewards/a/pass@1": step / 40, "eval_rewards/a/pass@4": 1.0} for step in (0, 10)]
+    shown = seen(
+        write_report([write_run(tmp_path / "run", rows=[rates[0], *map(metrics, range(1, 11)), rates[1]])]), tmp_path
+    )
+    assert "a: completions above 0 (pass@1)" in shown
+    assert "a: prompts with any of 4 above 0 (pass@4)" in shown
 
 
 def test_runs_are_compared(tmp_path):

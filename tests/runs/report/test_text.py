@@ -19,15 +19,24 @@ def test_a_run_in_one_screen(tmp_path):
     shown = text_of(write_run(tmp_path / "run", steps=40))
     assert "run  GRPO  done" in shown.splitlines()[0]
     assert "step 40" in shown
-    (reward,) = [line for line in shown.splitlines() if line.strip().startswith("reward ")]
+    (reward,) = [line for line in shown.splitlines() if line.strip().startswith("reward  ")]
     assert "▁" in reward
     assert "█" in reward
     assert "0.4  (from 0.01 at step 1)" in reward
     assert "alarm: kl explosion at step 7" in shown
     assert "Remedy: raise `trl.beta`" in shown
     assert "completions of step 40 (4):" in shown
-    assert "question 0  reward 2" in shown
+    assert "question 0\n      reward 2: answer 0" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_prompt_is_printed_once_for_all_its_completions(tmp_path):
+    run = write_run(tmp_path / "run")
+    same = [completion(10, place, row=0, prompt="the question") for place in range(3)]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines([*same, completion(10, 3, row=1, prompt="other")]))
+    _, _, shown = text_of(run).partition("completions of step 10")
+    shown, _, _ = shown.partition("held-out")
+    assert (shown.count("the question"), shown.count("reward 2: ")) == (1, 3)
 
 
 def test_what_a_model_wrote_cannot_command_the_terminal(tmp_path):

@@ -1,5 +1,6 @@
 """`upweight merge-lora`, `upweight export` and `upweight gguf`: write a trained model with its adapter merged."""
 
+import shlex
 from pathlib import Path
 
 from upweight.cli.inputs import find_trained
@@ -18,7 +19,9 @@ def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | Non
     if exported.adapter is None and not Path(exported.model.base_model or "").expanduser().exists():
         raise UserError(no_such_run(Path(config_or_folder), "run, config or folder with an adapter"))
     if exported.adapter is None:
-        raise UserError(f"{config_or_folder}: {exported.model.base_model} has no adapter to merge; it is a whole model")
+        whole = exported.model.base_model
+        use = f"`upweight inference {shlex.quote(str(whole))}` and `upweight export` use it as it is"
+        raise UserError(f"{config_or_folder}: {whole} has no adapter to merge; it is a whole model: {use}")
     adapted = AdapterFolder(exported.model, exported.adapter)
     target = output or exported.adapter / "merged"
     merge_adapter(adapted, target)

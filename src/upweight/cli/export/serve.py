@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.inputs import TrainedModel, find_trained, text_format_of
+from upweight.cli.inputs import TrainedModel, find_trained, text_format_of, trained_on
 from upweight.errors import UserError
 from upweight.export.targets import name_of
 from upweight.log import logger, quiet_transformers
@@ -48,7 +48,7 @@ def _load(trained: TrainedModel, base: bool) -> dict[str, Any]:
     from upweight.inference.generate import load_text_generator
 
     data, entry, _ = text_format_of(trained)
-    kept = {"data": data, "entry": entry, "folder": trained.config.folder}
+    kept = {"data": data, "entry": entry, "folder": trained.config.folder, "trained_on": trained_on(trained)}
     name = name_of(trained.adapter or Path(trained.model.base_model or "model"))
     models = {name: load_text_generator(trained.model, trained.adapter, **kept)}
     before = trained.config.model

@@ -21,7 +21,7 @@ from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, r
 from upweight.cli.starter.unrecognised import unrecognised
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
-from upweight.log import fitted, logger
+from upweight.log import counted, fitted, logger
 
 if TYPE_CHECKING:
     from upweight.config import Config
@@ -252,7 +252,7 @@ def _fit_model(plan: Plan, output: Path) -> None:
     size = next((size for size in SEQUENCE_LENGTHS if size >= 1.2 * longest), SEQUENCE_LENGTHS[-1])
     positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
     plan.sequence_len = min(size, positions or size)
-    what = f"up to {longest} tokens, turns and system text included, in {len(plan.rows)} rows"
+    what = f"up to {longest} tokens, turns and system text included, in {counted(len(plan.rows), 'row')}"
     kept = f"sequence_len {plan.sequence_len}" if plan.method != "grpo" else "prompts alone"
     if longest > plan.sequence_len and plan.method != "grpo":
         kept += ": longer rows are left out" + (f"; the model has {positions} positions" if positions else "")
@@ -302,7 +302,7 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
         causes = [f"{error} ({len(numbers)}, first row {numbers[0]})" for error, numbers in unread.items()]
         count = sum(map(len, unread.values()))
         more = f" and {len(causes) - CAUSES} other causes" if len(causes) > CAUSES else ""
-        problem = f"{count} of {len(plan.rows)} rows cannot be read: {'; '.join(causes[:CAUSES])}{more}"
+        problem = f"{count} of {counted(len(plan.rows), 'row')} cannot be read: {'; '.join(causes[:CAUSES])}{more}"
         if count == len(plan.rows):
             remedy = f"If other columns are meant: {plan.table.ask_for(KINDS[plan.method])}"
             if any(kind in error for error in unread for kind in ("got the number", "got the whole number")):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.data.examples import Example, Format, Segment, Segments, Setup, Text
 from upweight.data.formats.markup import PLACEHOLDER, filled
 from upweight.data.raw_row import Row, RowError, checked_list, checked_mappings, checked_text, describe_value
@@ -46,8 +45,11 @@ class Style:
     answers: tuple[str, ...] = ("{output}",)
     ends: int = 1  # end tokens after the answer
 
+    def prompt(self, row: Row) -> str:
+        return _written(row, self.prompts)
+
     def __call__(self, setup: Setup, row: Row) -> list[Example]:
-        prompt, answer = _written(row, self.prompts), _written(row, self.answers)
+        prompt, answer = self.prompt(row), _written(row, self.answers)
         return [Segments((Segment(prompt, setup.data.train_on_inputs), Segment(answer, True, self.ends)))]
 
 
@@ -229,13 +231,3 @@ def llama2_chat(setup: Setup, row: Row) -> list[Example]:
 FORMATS: dict[str, Format] = {
     **STYLES, "input_output": segments, "pygmalion": pygmalion, "llama2_chat": llama2_chat,
 }  # fmt: skip
-
-
-def without_template(entry: DatasetSpec) -> str | None:
-    """Return the type of an entry that writes prompts in a style of its own; None where a chat template may."""
-    kind = entry.type
-    if entry.as_messages is not None or kind is None:
-        return None
-    if isinstance(kind, UserFormat):
-        return "a format of your own" if {"format", "no_input_format"} & kind.model_fields_set else None
-    return f"`type: {kind}`" if kind == "alpaca" or kind in STYLES else None

@@ -93,14 +93,19 @@ def _with_untrained(setup: Setup, text: str, span: Span, messages: list[Message]
 
 def instruction(setup: Setup, row: Row) -> list[Example]:
     """Read instruction, input and output, put into the Alpaca prompt or the config's."""
+    prompt, answer = instruction_prompt(setup, row), row.text(setup.form.field_output)
+    return [Segments((Segment(prompt, setup.data.train_on_inputs), Segment(answer, True, 1)))]
+
+
+def instruction_prompt(setup: Setup, row: Row) -> str:
+    """Return the text before the answer to an instruction."""
     form = setup.form
     extra = row.optional_text(form.field_input)
     template = form.format or ALPACA.format
     if not extra:
         template = form.no_input_format or form.format or ALPACA.no_input_format
     values = {"instruction": row.text(form.field_instruction), "input": extra}
-    prompt = with_system(setup, row, template or "", values, default_system=ALPACA_SYSTEM.get(template, ""))
-    return [Segments((Segment(prompt, setup.data.train_on_inputs), Segment(row.text(form.field_output), True, 1)))]
+    return with_system(setup, row, template or "", values, default_system=ALPACA_SYSTEM.get(template, ""))
 
 
 def completion(setup: Setup, row: Row) -> list[Example]:

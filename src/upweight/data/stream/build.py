@@ -18,6 +18,7 @@ from upweight.data.sources.streams import IterableStream, RawChunk
 from upweight.data.stream.ahead import EncodePool
 from upweight.data.stream.feed import RowFeed, rows_of_epoch
 from upweight.data.stream.source import PreparedSource, RowSource, StreamSource, Window, stored
+from upweight.log import counted
 
 NOTHING = RawChunk(None, "rows", 0, [])
 
@@ -139,7 +140,7 @@ def mixture_lines(config: Config, report: PrepareReport) -> list[str]:
     schedule = [(entry.step, entry.weights) for entry in data.mix_schedule] or [(0, [s.weight or 1.0 for s in specs])]
     shares = [[weight / sum(weights) for weight in weights] for _, weights in schedule]
     epoch = rows_of_epoch(data.mix, counts, shares)
-    lines = [] if epoch is None else [f"{data.mix}: an epoch has {epoch:,} rows"]
+    lines = [] if epoch is None else [f"{data.mix}: an epoch has {counted(epoch, 'row')}"]
     for number, part in enumerate(parts):
         given = ", ".join(
             f"{row[number]:.1%} from step {step}" for (step, _), row in zip(schedule, shares, strict=True)

@@ -1,6 +1,7 @@
 """Merge an adapter into the weights it was trained on, one file in memory at a time where the files allow it."""
 
 import json
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from upweight.models.load import (
 )
 from upweight.models.processor import save_processor, with_processor
 from upweight.models.tokenizer import load_tokenizer
-from upweight.runs.checkpoints import merge_is_stale, refuse_damaged, write_merge_source
+from upweight.runs.checkpoints import holds_adapter, merge_is_stale, refuse_damaged, write_merge_source
 
 HEADS: dict[str, Head] = {"SEQ_CLS": "sequence_score", "TOKEN_CLS": "step_score"}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -86,7 +87,11 @@ def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
     """Write the merged model, in the dtype of the base's weights, and the tokenizer to `output`, new or out of date."""
     stale = output.is_dir() and merge_is_stale(output)
     if output.exists() and not stale:
-        raise UserError(f"{output} exists already; remove it, or name another folder with --output")
+        other = "remove it, or name another folder with --output"
+        if holds_adapter(output, adapted.folder):
+            use = f"use it as it is (`upweight inference {shlex.quote(str(output))}`)"
+            raise UserError(f"{output} has this adapter in it already: {use}; to merge again, {other}")
+        raise UserError(f"{output} exists already; {other}")
     if stale:
         logger.info("%s was merged from an earlier adapter and is written again", output)
     if adapted.base.gguf_file is None and hasattr(load_model_config(adapted.base), "quantization_config"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from upweight.log import counted
 from upweight.runs.files import COMPLETIONS, JsonLines
 from upweight.runs.report.pictures import Pictures, picture_names
 from upweight.runs.report.reading import evenly, number, plain
@@ -48,7 +49,8 @@ class CompletionsReader:
         count, rows = sum(map(len, files.values())), sum(part["total"] - len(part["rows"]) for part in parts)
         shortened = count > len(parts)
         notes = [f"Of {count:,} rollouts and evaluations, {len(parts):,} are on this page."] if shortened else []
-        notes += [f"{rows:,} completions of the steps shown are not on it."] if rows else []
+        verb = "is" if rows == 1 else "are"
+        notes += [f"{counted(rows, 'completion')} of the steps shown {verb} not on it."] if rows else []
         return parts, [" ".join([*notes, f"All of them are in {COMPLETIONS}/."])] if notes else []
 
     def _shown_file(self, file: Path, name: str, step: int, weights: Sequence[float]) -> tuple[dict[str, Any], int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from upweight.log import counted
 from upweight.processes import is_alive
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
 from upweight.runs.health import outdated, too_early
@@ -45,7 +46,7 @@ class RunReader:
         if logged > POINTS:
             notes.append(f"Curves show {POINTS:,} of {logged:,} logged steps; all of them are in {METRICS}.")
         if self.metrics.unreadable:
-            notes.append(f"{self.metrics.unreadable} lines of {METRICS} could not be read.")
+            notes.append(f"{counted(self.metrics.unreadable, 'line')} of {METRICS} could not be read.")
         return {
             "name": name,
             "folder": str(self.folder),

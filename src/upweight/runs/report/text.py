@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from upweight.log import counted
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAR, CURVE, SHORTEST = 30, 32, 8  # characters: what there is room for, and what says too little
 # What stands in the list, as far as a run logs it.
@@ -29,7 +31,10 @@ def text_page(data: Mapping[str, Any], width: int | None = None, height: int | N
     lines = [line[:width] for run in data["runs"] for line in (*_run_lines(run, width), "")][:-1]
     if height is not None and len(lines) >= height:  # the cursor takes the last one
         below = len(lines) - height + 2
-        lines = [*lines[: height - 2], f"... {below} more lines: in a taller window, or with `| less`"[:width]]
+        lines = [
+            *lines[: height - 2],
+            f"... {counted(below, 'more line')}: in a taller window, or with `| less`"[:width],
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -113,9 +118,10 @@ def _completion_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
     held_out = [part for part in run["completions"] if part["set"] and part["rows"]]
     if rollouts:
         yield f"  completions of step {rollouts[-1]['step']} ({rollouts[-1]['total']}):"
-        for row in _chosen(rollouts[-1]["rows"]):
-            yield from _question_lines(row, width)
-            yield from _answer_lines(row, "", width)
+        for rows in _by_prompt(_chosen(rollouts[-1]["rows"])):
+            yield from _question_lines(rows[0], width)
+            for row in rows:
+                yield from _answer_lines(row, "", width)
     for name in dict.fromkeys(part["set"] for part in held_out):
         parts = [part for part in held_out if part["set"] == name]
         yield from _before_and_after(parts[0], parts[-1], width)
@@ -128,17 +134,26 @@ def _before_and_after(first: Mapping[str, Any], last: Mapping[str, Any], width: 
     else:
         yield f"  held-out answers, before (step {first['step']}) and after (step {last['step']}):"
     earlier = {_key_of(row): row for row in first["rows"]} if first is not last else {}
-    for row in _chosen(last["rows"]):
-        before = earlier.get(_key_of(row))
-        yield from _question_lines(row if before is None else {**row, "reward": None}, width)
+    for rows in _by_prompt(_chosen(last["rows"])):
+        before = earlier.get(_key_of(rows[0]))
+        yield from _question_lines(rows[0], width)
         if before is not None:
-            yield from _answer_lines(before, f"before{_reward(before)}: ", width)
-        yield from _answer_lines(row, f"after{_reward(row)}: " if before is not None else "", width)
+            yield from _answer_lines(before, "before", width)
+        for row in rows:
+            yield from _answer_lines(row, "after" if before is not None else "", width)
 
 
 def _key_of(row: Mapping[str, Any]) -> tuple[Any, str]:
     """Return what tells the prompts of an evaluation apart."""
     return row.get("row"), _question(row)
+
+
+def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return rows that answer the same prompt together, in the order of the prompts."""
+    groups: dict[tuple[Any, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(_key_of(row), []).append(row)
+    return list(groups.values())
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -149,19 +164,20 @@ def _chosen(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     return ranked if len(ranked) <= COMPLETIONS else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
 
 
-def _reward(row: Mapping[str, Any]) -> str:
-    return f" (reward {row['reward']:.3g})" if row.get("reward") is not None else ""
+def _label(row: Mapping[str, Any], when: str) -> str:
+    reward = f"reward {row['reward']:.3g}" if row.get("reward") is not None else ""
+    label = f"{when} ({reward})" if when and reward else when or reward
+    return f"{label}: " if label else ""
 
 
 def _question_lines(row: Mapping[str, Any], width: int) -> Iterator[str]:
-    reward = f"  reward {row['reward']:.3g}" if row.get("reward") is not None else ""
-    text = textwrap.shorten(_question(row), QUESTION_LINES * (width - 6) - len(reward), placeholder=" ...")
-    yield from textwrap.wrap(text + reward, width, initial_indent="    ", subsequent_indent="    ")
+    text = textwrap.shorten(_question(row), QUESTION_LINES * (width - 6), placeholder=" ...")
+    yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
 
 
-def _answer_lines(row: Mapping[str, Any], label: str, width: int) -> Iterator[str]:
+def _answer_lines(row: Mapping[str, Any], when: str, width: int) -> Iterator[str]:
     messages = row.get("messages") or row.get("completion")
-    text = label + (_printable(messages[-1]["content"] if messages else "") or "(nothing)")
+    text = _label(row, when) + (_printable(messages[-1]["content"] if messages else "") or "(nothing)")
     wrapped = textwrap.wrap(text, width - 6) or [""]
     yield from (f"      {line}" for line in wrapped[:LINES])
     if len(wrapped) > LINES:

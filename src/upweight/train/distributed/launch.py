@@ -93,6 +93,11 @@ def launch(arguments: Sequence[str], start: Start, nproc_per_node: int) -> int:
                 del store
 
 
+def has_launcher() -> bool:
+    """Return whether `launch` started this process; it has shown what the config alone says."""
+    return MESSAGE_FOLDER in os.environ
+
+
 def say_through_launcher(text: str) -> None:
     """Write an error for the launcher, which ends all ranks and prints it once; without it, do nothing."""
     folder = os.environ.get(MESSAGE_FOLDER)
@@ -104,7 +109,7 @@ def say_through_launcher(text: str) -> None:
 
 def end_with_launcher() -> None:
     """End this rank when the launcher that started it is gone."""
-    if MESSAGE_FOLDER in os.environ:
+    if has_launcher():
         end_with_parent()
 
 

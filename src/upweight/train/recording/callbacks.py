@@ -28,7 +28,7 @@ from upweight.models.precision import ComputeCopies
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
 from upweight.runs.command import OPTION, resume_words
 from upweight.runs.files import HEALTH, metrics_of
-from upweight.runs.health import Health
+from upweight.runs.health import Health, Verdict
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
@@ -183,8 +183,8 @@ class HealthCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Replay the metrics of a resumed run, so that its warnings are not logged again."""
         if state.is_world_process_zero:
-            earlier = [asdict(verdict) for row in metrics_of(self.folder) for verdict in self.health.take(row)]
-            write_text(self.folder / HEALTH, "".join(json.dumps(verdict) + "\n" for verdict in earlier))
+            earlier = [self._line(verdict) for row in metrics_of(self.folder) for verdict in self.health.take(row)]
+            write_text(self.folder / HEALTH, "".join(earlier))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -192,7 +192,12 @@ class HealthCallback(TrainerCallback):
         for verdict in self.health.take({**kwargs["logs"], "step": state.global_step}):
             logger.warning("%s", self.translate(verdict.line()))
             with (self.folder / HEALTH).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(verdict)) + "\n")
+                file.write(self._line(verdict))
+
+    def _line(self, verdict: Verdict) -> str:
+        """Return a verdict as a line of the file, which the page reads, and `upweight doctor` for a script."""
+        words = {name: self.translate(getattr(verdict, name)) for name in ("meaning", "remedy")}
+        return json.dumps({**asdict(verdict), **words}) + "\n"
 
 
 class Progress(TrainerCallback):

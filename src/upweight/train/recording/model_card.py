@@ -13,6 +13,7 @@ from upweight.config import Config
 from upweight.config.config import general_keys, nested
 from upweight.config.redact import redacted
 from upweight.config.yaml_file import copy_tree
+from upweight.log import counted
 from upweight.version import __version__
 
 PRIVATE_SECTIONS = ("run", "callbacks", "tracking")  # folders and accounts are not published
@@ -54,7 +55,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
         "",
         f"# {Path(config.run.hub_model_id or config.run.output_dir).name}",
         "",
-        f"{what}, {steps} steps on {rows} rows.",
+        f"{what}, {counted(steps, 'step')} on {counted(rows, 'row')}.",
         "",
         *(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, "")),
         f"{versions}{f', peft {peft.__version__}' if adapted else ''}.",

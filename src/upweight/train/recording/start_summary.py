@@ -14,7 +14,7 @@ from upweight.config.resolve import memory_settings
 from upweight.config.rules.training import WITHOUT_WARMUP
 from upweight.data.units import units_of
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import counted, logger
 from upweight.models.memory_plan import plan_memory
 from upweight.models.modules import unwrap_peft
 from upweight.runs.files import METRICS
@@ -81,14 +81,14 @@ def _batch(config: Config, trainer: Any) -> str:
     if trainer.rollouts is not None:
         plan, online = trainer.rollouts.producer.plan, config.method.online_settings
         most = online.max_completion_length if online else 0
-        sampled = f"{plan.groups} prompts x {plan.group_size} completions of up to {most} tokens in a rollout"
+        groups = f"{counted(plan.groups, 'prompt')} x {counted(plan.group_size, 'completion')}"
+        sampled = f"{groups} of up to {counted(most, 'token')} in a rollout"
         return f"{plan.step_size} completions a step, up to {plan.step_size * most:,} tokens of them; {sampled}"
-    rows = {"pairs": "pairs", "prompts": "prompts"}.get(config.method.data, "rows")
+    row = {"pairs": "pair", "prompts": "prompt"}.get(config.method.data, "row")
     tokens = _tokens_of_row(trainer)
     there = size if trainer.feed is not None else min(len(trainer.train_rows), size)
     fewer = f", all that there are (the config allows {size})" if there < size else ""
-    counted = f"{there} {rows if there != 1 else rows.removesuffix('s')}"
-    return f"{counted} a step{fewer}" + (f", about {tokens * there:,.0f} tokens" if tokens else "")
+    return f"{counted(there, row)} a step{fewer}" + (f", about {tokens * there:,.0f} tokens" if tokens else "")
 
 
 def _tokens_of_row(trainer: Any) -> float:
@@ -106,7 +106,7 @@ def _tokens_of_row(trainer: Any) -> float:
 
 def _device(trainer: Any) -> str:
     device, ranks = trainer.args.device, trainer.args.world_size
-    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    threads = counted(torch.get_num_threads(), "thread")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()}, {threads}"
     return f"{ranks} x {name}" if ranks > 1 else name
 
@@ -115,7 +115,7 @@ def _steps(trainer: Any, state: Any) -> str:
     """How many steps, over how many rows, and what is done between them."""
     args, rows = trainer.args, None if trainer.feed is not None else len(trainer.train_rows)
     parts = [f"{state.max_steps:,}" + (f", from step {state.global_step} on" if state.global_step else "")]
-    parts += [f"{rows:,} rows"] if rows is not None else []
+    parts += [counted(rows, "row")] if rows is not None else []
     if warmup := _warmup_steps(trainer, state.max_steps):
         long = f"{warmup:,} steps, from a learning rate of 0 up" if warmup > 1 else "1 step, at a learning rate of 0"
         parts.append(f"warm-up: {long}")

@@ -91,7 +91,9 @@ const METRIC_WORDS = {
 function metricWords(name) {
   if (METRIC_WORDS[name]) return METRIC_WORDS[name];
   const reward = /^rewards\/(.+)\/(mean|pass@\d+)$/.exec(name);
-  if (reward) return reward[2] === "mean" ? reward[1] : `${reward[1]}, ${reward[2]}`;
+  if (reward && reward[2] === "mean") return reward[1];
+  if (reward && reward[2] === "pass@1") return `${reward[1]}: completions above 0 (pass@1)`;
+  if (reward) return `${reward[1]}: prompts with any of ${reward[2].slice(5)} above 0 (${reward[2]})`;
   return name;
 }
 
