@@ -178,7 +178,8 @@ def report(
         beside = ", no teacher (distill.teacher=FOLDER counts one)"
     sharded = config.sharding.fsdp or config.sharding.deepspeed is not None
     whole = ", which holds all weights (shards are not counted)" if sharded else ""
-    about = [f"{what}{beside}", f"GiB on one GPU of {card / GIB:.3g} GiB{whole}; longest: tokens that fit; * is {marked}"]
+    legend = f"GiB on one GPU of {card / GIB:.3g} GiB{whole}; longest: tokens that fit; * is {marked}"
+    about = [f"{what}{beside}", legend]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     too_long = model.shape.positions and length > model.shape.positions
     bound = (
