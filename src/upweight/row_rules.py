@@ -1,19 +1,21 @@
 """Which rows are trained on, in which order, and at what length: keys, and the functions that do what they say."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from upweight.errors import UserError
+from upweight.lazy_imports import NDArray, np
 from upweight.log import counted
 from upweight.methods.base import Method
 from upweight.settings import PositiveInt, Section, Strict, inner, setting
 from upweight.types import IGNORED
 
 Columns = dict[str, Any]  # of a prepared record: token ids and masks
-Positions = NDArray[np.int64]  # of rows
+
+if TYPE_CHECKING:
+    Positions = NDArray[np.int64]  # of rows
 
 # Columns that are cut at their end; prompts to complete have none, whatever the columns of their rows are named.
 CUT_COLUMNS = ("chosen_ids", "rejected_ids", "completion_ids", "input_ids", "labels", "loss_mask")

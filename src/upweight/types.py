@@ -13,15 +13,14 @@ Tensor names end in their axes:
     A  experts that a router chooses for a token
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import NDArray, Tensor, np, torch
 
 IGNORED = -100  # label of a token without a class
 
@@ -102,7 +101,7 @@ class BatchImages:
     feature_I: Tensor  # the row of the features at each
     position_3BN: Tensor | None = None  # positions in time, height and width; None: those of the batch
 
-    def to(self, device: "torch.device | str") -> "BatchImages":
+    def to(self, device: torch.device | str) -> BatchImages:
         """Return the images with their tensors on `device`."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
@@ -149,7 +148,7 @@ class Batch:
     images: BatchImages | None = None
     routes_NLA: Tensor | None = None  # the experts that the sampler chose for all tokens, -1 where routers choose
 
-    def to(self, device: "torch.device | str") -> "Batch":
+    def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on `device`."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
@@ -208,13 +207,13 @@ class Mean:
     weight: Tensor
 
     @staticmethod
-    def of(values: Tensor) -> "Mean":
+    def of(values: Tensor) -> Mean:
         values = values.detach().float()
         total = values.sum()
         return Mean(total, torch.full_like(total, float(values.numel())))
 
     @staticmethod
-    def over(values: Tensor, mask: Tensor) -> "Mean":
+    def over(values: Tensor, mask: Tensor) -> Mean:
         """Return the mean of the values where `mask` is True."""
         mask = mask.detach().float()
         return Mean((values.detach().float() * mask).sum(), mask.sum())
@@ -228,7 +227,7 @@ class Extreme:
     sign: int = 1
 
     @staticmethod
-    def over(values: Tensor, mask: Tensor | None = None, sign: int = 1) -> "Extreme":
+    def over(values: Tensor, mask: Tensor | None = None, sign: int = 1) -> Extreme:
         """Return the extreme of the values where `mask` is True, or of all."""
         values = sign * values.detach().float()
         values = values if mask is None else values.masked_fill(~mask, -torch.inf)
@@ -264,7 +263,7 @@ class Completion:
     text: str | None = None  # the text that rewards read, if a rollout function sets it
     messages: list[Mapping[str, Any]] | None = None  # the conversation after the prompt, where an environment took part
     # Earlier segments: the chat template rewrote the history after each, so each is trained as a separate sequence.
-    earlier: list["Completion"] = field(default_factory=list)
+    earlier: list[Completion] = field(default_factory=list)
     failure: str | None = None  # the environment's error; the completion is not trained on
     demonstration: bool = False  # the data's, in place of one that the policy would have sampled
     prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
@@ -279,7 +278,7 @@ class Completion:
         return self.ids[self.prompt_len :]
 
     @property
-    def segments(self) -> list["Completion"]:
+    def segments(self) -> list[Completion]:
         """Return the sequences that are trained on: this one, and those before it."""
         return [self, *(segment for one in self.earlier for segment in one.segments)]
 

@@ -158,7 +158,7 @@ def test_validate_imports_nothing_that_computes(name):
     code = (
         "import sys; from pathlib import Path; from upweight.cli.app import validate;"
         f"validate(Path({str(SAMPLE.parent / name)!r}));"
-        "print([m for m in ('torch', 'transformers', 'datasets', 'peft', 'httpx') if m in sys.modules])"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'peft', 'httpx') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

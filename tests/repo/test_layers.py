@@ -23,7 +23,7 @@ BOTTOM = {
     "user_modules",
     "watchdog",
     "heartbeat",
-    "lazy_torch",
+    "lazy_imports",
     "version",
 }
 MOST_FILES = 16  # beside __init__.py; more want rooms

@@ -11,7 +11,7 @@ from typing import Any
 
 from upweight.config.config import blocks, general_keys, method_keys
 from upweight.errors import UserError, did_you_mean
-from upweight.lazy_torch import torch
+from upweight.lazy_imports import torch
 from upweight.methods import METHODS
 from upweight.methods.base import KINDS, Method
 from upweight.methods.users.function import name_of, path_of

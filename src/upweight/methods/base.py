@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import model_validator
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.users.function import Call, UserFunction
 from upweight.settings import Section, setting
 from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample

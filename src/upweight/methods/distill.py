@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, scalar
 from upweight.methods.formulas.divergences import Tail, divergence, listed_logs
 from upweight.methods.policy_gradient import PolicyGradient

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import (
     Method,
     WithReference,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import Method, required
 from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened

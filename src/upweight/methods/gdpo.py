@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from upweight.lazy_torch import Tensor
+from upweight.lazy_imports import Tensor
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import decoupled
 from upweight.methods.policy_gradient import PolicyGradient, RewardToGo

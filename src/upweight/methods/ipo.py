@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from upweight.lazy_torch import Tensor
+from upweight.lazy_imports import Tensor
 from upweight.methods.base import Method, WithReference, pair_counts, pair_metrics, required, sequence_mean
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Outputs

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import Method, WithReference, required, reward_metrics, sequence_sum
 from upweight.methods.users import terms
 from upweight.methods.users.cut import warn_if_cut_matters

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from upweight.lazy_torch import F, Tensor, torch
+from upweight.lazy_imports import F, Tensor, torch
 from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from upweight.errors import UserError
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
 from upweight.methods.formulas import policy_losses
 from upweight.methods.formulas.advantages import Scale

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from upweight.lazy_torch import F, Tensor
+from upweight.lazy_imports import F, Tensor
 from upweight.methods.base import Method, required, scalar
 from upweight.types import Batch, Loss, Mean, Outputs
 

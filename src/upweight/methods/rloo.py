@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import model_validator
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import Method, ReferenceSync, required, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
 from upweight.methods.formulas.policy_losses import clip_metrics, clipped, gap_metrics

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_mean, sequence_sum
 from upweight.methods.formulas.dpo_losses import smoothed_sigmoid
 from upweight.settings import setting

@@ -7,7 +7,7 @@ position has its own mean, and all of them are divided by the largest of their d
 from typing import Literal
 
 from upweight.errors import UserError
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 
 EPSILON = 1e-4
 Scale = Literal["group", "batch", "none"]

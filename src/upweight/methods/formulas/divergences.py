@@ -3,7 +3,7 @@
 from math import log
 from typing import Literal
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 
 Tail = Literal["bucket", "renormalise", "drop"]
 _NOTHING = -1e30  # log of a probability that is zero, finite so that its gradient is

@@ -3,12 +3,11 @@
 Samples of one group lie together, `size` of them to a group; targets have one row for each group.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from upweight.lazy_torch import F, Tensor, torch
+from upweight.lazy_imports import F, NDArray, Tensor, np, torch
 
 Pooling = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
 

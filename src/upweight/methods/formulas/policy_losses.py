@@ -2,7 +2,7 @@
 
 import math
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import sequence_sum
 from upweight.types import Batch, Extreme, Mean, Metric
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.log import logger
 from upweight.methods.users.function import Call
 from upweight.methods.users.terms import CHECKED_CALLS

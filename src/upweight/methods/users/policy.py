@@ -1,6 +1,6 @@
 """Users' losses and advantages in a policy gradient: their keys, and what takes the place of our losses."""
 
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import required, sequence_sum
 from upweight.methods.users.cut import warn_if_cut_matters
 from upweight.methods.users.function import Call

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from upweight.errors import UserError
-from upweight.lazy_torch import Tensor, torch
+from upweight.lazy_imports import Tensor, torch
 from upweight.methods.base import position_in_sequence, required, sequence_sum
 from upweight.methods.users.function import Call
 from upweight.types import Batch, Mean, Metric, Outputs

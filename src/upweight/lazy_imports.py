@@ -1,13 +1,15 @@
-"""torch on first use: commands that only read the settings of methods need not wait for its import."""
+"""torch and numpy on first use: commands that only read the settings of methods need not wait for their imports."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["F", "Tensor", "torch"]
+__all__ = ["F", "NDArray", "Tensor", "np", "torch"]
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     import torch.nn.functional as F
+    from numpy.typing import NDArray
     from torch import Tensor
 else:
 
@@ -22,5 +24,6 @@ else:
             setattr(self, attribute, value)
             return value
 
-    torch, F = LazyModule("torch"), LazyModule("torch.nn.functional")
-    Tensor = Any  # for annotations; `torch.is_tensor` tells tensors from other values
+    torch, F, np = LazyModule("torch"), LazyModule("torch.nn.functional"), LazyModule("numpy")
+    # For annotations, not evaluated where they have arrays; `torch.is_tensor` tells tensors from other values.
+    Tensor = NDArray = Any
