@@ -55,11 +55,13 @@ class LossLimit:
 
     def __init__(self, limit: float, patience: int, folder: Path) -> None:
         self.limit, self.patience, self.folder, self.above = limit, patience, folder, 0
+        self.was_below = False
 
     def metrics(self, state: Any, logs: Mapping[str, float]) -> dict[str, float]:
         if "loss" not in logs:
             return {}
         self.above = self.above + 1 if logs["loss"] > self.limit else 0
+        self.was_below = self.was_below or self.above == 0
         return {"loss_watchdog/logs_above": self.above}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -67,7 +69,9 @@ class LossLimit:
             now = f"in {self.above} logs in a row, now {kwargs['logs']['loss']:.4g}"
             step = f"stopped at step {state.global_step}"
             problem = f"{step}: the loss was above loss_watchdog_threshold ({self.limit:g}) {now}"
-            raise UserError(f"{problem}. {self._what_is_left()} Lower 'learning_rate' or raise the threshold.")
+            began_above = "It was above it from the first log on: raise the threshold."
+            remedy = "Lower 'learning_rate' or raise the threshold." if self.was_below else began_above
+            raise UserError(f"{problem}. {self._what_is_left()} {remedy}")
 
     def _what_is_left(self) -> str:
         """Return a sentence about what the run leaves: its model is saved at the end only."""

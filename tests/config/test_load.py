@@ -73,6 +73,13 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
     ]
 
 
+def test_resuming_from_the_last_checkpoint_may_be_written_as_for_transformers():
+    config = parse({"resume_from_checkpoint": True}, fragment=True)
+    assert config.run.auto_resume
+    assert "resume_from_checkpoint: is called 'auto_resume_from_checkpoints' here" in config.notices
+    assert parse({"resume_from_checkpoint": False}, fragment=True).run.resume_from is None
+
+
 def test_the_optimizers_of_torchao_have_axolotls_names_too():
     config = parse({"optimizer": "ao_adamw_8bit"}, fragment=True)
     assert config.optim.optimizer == "adamw_torch_8bit"
@@ -137,6 +144,7 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
         ),
         ({"x-usual": {"type": "alpaca"}}, "If it only holds a YAML anchor, define that where it is first used."),
         ({"relora": True}, "relora: not supported; leave it out to train all weights, or with `adapter: lora`"),
+        ({"sweep": "sweep.yml"}, "sweep: `upweight sweep CONFIG learning_rate=1e-5,1e-4` trains every combination"),
         ({"spectrum_top_fraction": 0.5}, "name the weights to train in `unfrozen_parameters`"),
         ({"added_tokens_overrides": {300: "<mine>"}}, "name new tokens in `tokens`"),
         (

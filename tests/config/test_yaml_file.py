@@ -63,6 +63,8 @@ def test_bad_files_are_user_errors(tmp_path, text, expected):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.yaml: cannot be read"):
         read_yaml(tmp_path / "nothing.yaml")
+    with pytest.raises(UserError, match="--learning-rate=1e-4: the config comes first"):
+        read_yaml(Path("--learning-rate=1e-4"))
 
 
 def test_overrides_do_not_touch_what_was_read():

@@ -442,6 +442,11 @@ def test_only_named_parameters_are_trained(model_folder, tmp_path):
     assert all(name.startswith(("model.layers.1.", "lm_head")) for name in changed)
     with pytest.raises(UserError, match="'nothing' matches no weight"):
         freeze_all_but(torch.nn.Linear(2, 2), ["nothing"])
+    layers = torch.nn.ModuleDict(
+        {"embed_tokens": torch.nn.Embedding(2, 2), "layers": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}
+    )
+    with pytest.raises(UserError, match=r"names look like layers\.0\.weight"):
+        freeze_all_but(layers, ["layers.2[0-9].weight"])
 
 
 def test_a_separate_reference_under_an_adapter_trains_as_the_adapter_switched_off(model_folder, tmp_path):

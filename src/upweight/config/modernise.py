@@ -39,6 +39,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     _pretraining(content, findings)
     _packs(content, findings)
     _lowest_rate(content, findings)
+    _resume(content, findings)
     _sampled_answers(content, findings)
     _rename_precision(content, findings)
     _rename_attention(content, findings)
@@ -162,6 +163,14 @@ def _lowest_rate(content: dict[Any, Any], findings: Findings) -> None:
     else:
         findings.errors.append(f"eta_min: is for 'lr_scheduler: cosine', not for {schedule!r}. Drop one of them.")
     _rename_key(content, "eta_min", "lr_scheduler_kwargs.min_lr", findings, deprecated=False)
+
+
+def _resume(content: dict[Any, Any], findings: Findings) -> None:
+    """`resume_from_checkpoint: true`, which transformers takes for the last checkpoint, as the key of that name."""
+    if content.get("resume_from_checkpoint") is False:
+        del content["resume_from_checkpoint"]
+    elif content.get("resume_from_checkpoint") is True:
+        _rename_key(content, "resume_from_checkpoint", "auto_resume_from_checkpoints", findings, deprecated=False)
 
 
 def _sampled_answers(content: dict[Any, Any], findings: Findings) -> None:

@@ -46,6 +46,8 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file."""
+    if str(path).startswith("--"):
+        raise UserError(f"{path}: the config comes first, then what is set: CONFIG {path} ...")
     if path.suffix.lower() in ROWS and path.is_file():
         raise UserError(f"{path}: is a file of rows, not a config. `upweight new {path}` writes a config for it.")
     try:

@@ -102,7 +102,7 @@ def hub_errors(problem: str) -> Iterator[None]:
         remedy = "Log in with `hf auth login`, correct the name, or drop it."
         if _is_of_network(error):
             reason = f"the hub ({constants.ENDPOINT}) cannot be reached ({reason})"
-            remedy = "Drop it, and push the folder later."
+            remedy = "Push the folder later; training without the key (in a script: push_to_hub) needs no hub."
         if constants.HF_HUB_OFFLINE:
             reason, remedy = (
                 "the hub is not asked, as HF_HUB_OFFLINE is set",

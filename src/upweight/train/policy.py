@@ -22,7 +22,7 @@ from upweight.config.zero import zero_stage
 from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context_parallel import ContextGroup
-from upweight.errors import UserError
+from upweight.errors import UserError, closest
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
@@ -176,7 +176,8 @@ def freeze_all_but(model: nn.Module, patterns: list[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         if not any(re.match(pattern, name) for name in names):
-            raise UserError(f"unfrozen_parameters: '{pattern}' matches no weight; names look like {names[0]}")
+            near = closest(pattern, names, cutoff=0.3) or names[0]
+            raise UserError(f"unfrozen_parameters: '{pattern}' matches no weight; names look like {near}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(re.match(pattern, name) for pattern in patterns))
 

@@ -95,6 +95,9 @@ def test_a_resume_goes_on_with_the_run_that_was_stopped_and_not_with_a_longer_on
     resumed.train(resume_from_checkpoint=True)
     assert read(folder)["steps"] == [1, 2]
     assert sorted(path.name for path in (folder / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert "this run is finished" not in caplog.text
+    resumed.train(resume_from_checkpoint=True)
+    assert "this run is finished (step 2 of 2), and nothing was trained" in caplog.text
     resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-1"))  # and sets the second aside
     assert [path.name for path in (folder / "out" / "superseded-2").iterdir()] == ["checkpoint-2"]
 

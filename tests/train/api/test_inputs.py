@@ -97,6 +97,19 @@ def test_a_quantisation_needs_an_adapter_and_is_bitsandbytes(folder):
         DPOTrainer(str(folder / "model"), quantization_config={"load_in_4bit": True}, **given)
 
 
+@pytest.mark.parametrize(
+    ("loading", "says"),
+    [
+        ({"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, r"cannot be trained\. Add a `peft_config`"),
+        ({"load_in_4bit": True}, r"'load_in_4bit' is .*'quantization_config=BitsAndBytesConfig\(load_in_4bit=True\)'"),
+    ],
+)
+def test_a_quantisation_among_the_arguments_of_loading_is_that_of_the_trainer(loading, says, folder):
+    args = DPOConfig(output_dir=str(folder / "out"), **COMMON, model_init_kwargs=loading)
+    with pytest.raises(UserError, match=says):
+        DPOTrainer(str(folder / "model"), args=args, train_dataset=ROWS["pairs"])
+
+
 def test_precomputed_rows_can_be_evaluated_that_come_later(folder):
     adapted = dpo(folder, precompute_ref_log_probs=True, peft_config=lora())
     kept = dpo(folder, peft_config=lora())

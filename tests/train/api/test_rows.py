@@ -88,6 +88,14 @@ def test_another_text_field(tmp_path):
     assert trained_text(prepared(SFTConfig, rows, tmp_path, dataset_text_field="body")[0]) == "hy not?<|im_end|>"
 
 
+def test_a_text_beside_messages_or_completions_is_not_read_and_one_beside_instructions_is(tmp_path):
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Rain."}]
+    for other in ({"messages": talk}, {"prompt": "Why?", "completion": "Rain."}):
+        assert "unread" not in trained_text(prepared(SFTConfig, [{**other, "text": "unread"}], tmp_path)[0])
+    rows = [{"instruction": "Why?", "input": "", "output": "Rain.", "text": "Why not?"}]
+    assert trained_text(prepared(SFTConfig, rows, tmp_path)[0]) == "hy not?<|im_end|>"
+
+
 def test_long_rows_are_cut_and_for_reward_models_dropped(tmp_path):
     cut, whole = (
         prepared(DPOConfig, ROWS["pairs"], tmp_path, max_length=16),

@@ -267,6 +267,14 @@ def test_a_row_without_messages_is_named_with_what_leaves_it_out(folder):
         SFTTrainer(str(folder / "model"), args=SFTConfig(output_dir=str(folder / "out")), train_dataset=rows)
 
 
+def test_the_empty_column_of_a_row_is_named(folder):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}]
+    with pytest.raises(
+        UserError, match=r"row 1, 'completion'.* Its 'completion' is empty: `filter\(lambda row: row\['com"
+    ):
+        SFTTrainer(str(folder / "model"), args=SFTConfig(output_dir=str(folder / "out")), train_dataset=rows)
+
+
 def test_a_rate_that_is_far_off_is_said_once_with_what_is_trained(folder, caplog):
     _warned.clear()
     dpo(folder, learning_rate=0.5, peft_config=lora())

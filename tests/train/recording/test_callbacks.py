@@ -79,6 +79,14 @@ def test_in_a_notebook_an_interrupt_ends_the_cell_and_keeps_the_process(monkeypa
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_script_that_is_stopped_says_how_a_script_goes_on(caplog):
+    stop = StopOnSignal()
+    stop.caught = signal.SIGTERM
+    with pytest.raises(SystemExit):
+        stop.exit_if_signalled(state(3))
+    assert caplog.messages == ["stopped at step 3; continue with resume_from_checkpoint=True"]
+
+
 def test_an_epoch_that_was_left_is_neither_evaluated_nor_saved_again():
     stop = StopOnSignal()
     for caught, epoch, kept in ((0, 1.5, True), (15, 1.5, False), (15, 2.0, True)):

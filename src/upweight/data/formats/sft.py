@@ -131,10 +131,13 @@ def trl_columns(setup: Setup, row: Row) -> list[Example]:
         return prompt_and_completion(setup, row)
     if row.has(setup.entry.field_messages or "messages") or row.has("conversations"):
         return chat(setup, row)
-    if row.has("instruction"):
+    text = setup.entry.field or "text"
+    if row.has("instruction") and not (setup.entry.field and row.has(text)):
         return instruction(setup, row)
-    if not row.has(setup.entry.field or "text"):
-        raise RowError("messages", "messages, prompt and completion, instruction and output, or text")
+    if not row.has(text):
+        read = ("completion", "prompt", setup.entry.field_messages or "messages", "instruction", text)
+        empty = next((key for key in read if key in row and not row.has(key)), "messages")
+        raise RowError(empty, "messages, prompt and completion, instruction and output, or text")
     return completion(setup, row)
 
 

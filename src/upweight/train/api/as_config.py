@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import IterableDataset
 from peft import PeftModel
+from transformers import BitsAndBytesConfig
 
 from upweight.config import Config
 from upweight.config.config import SECTIONS, general_keys
@@ -178,7 +179,10 @@ def _set_keys(args: Any) -> dict[str, Any]:
 def _model_settings(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
     """Return the model settings of the arguments about loading."""
     given = args.model_init_kwargs or {}
-    options = {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype")}
+    elsewhere = ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit")
+    options = {
+        key: value for key, value in given.items() if key not in elsewhere and not isinstance(value, BitsAndBytesConfig)
+    }
     if options.pop("device_map", None) is not None:
         warn_once("model_init_kwargs: device_map has no effect: the trainer places the model")
     labels, model = options.pop("num_labels", None), objects.model

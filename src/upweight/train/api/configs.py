@@ -42,6 +42,7 @@ ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
 
 NOTHING_GENERATED = "nothing is generated in an evaluation on pairs; remove it"
+TEXT = "text"  # the column of plain text, by default
 ROWS_OF_TEXT = "rows are prepared from text, messages or `input_ids` here; remove it"
 NO_ENCODER = "models that decode from an encoder are not trained"
 REFUSED = {  # arguments of transformers
@@ -219,6 +220,12 @@ class MethodArguments(TrainingArguments):
         return False
 
 
+def text_column(name: str, columns: Sequence[str]) -> str | None:
+    """Return the column of plain text; None where it is only the default, and rows have what is read instead of it."""
+    has_other = {"messages", "conversations", "input_ids"} & {*columns} or {"prompt", "completion"} <= {*columns}
+    return None if name == TEXT and has_other else name
+
+
 @dataclass
 class SFTConfig(MethodArguments):
     """Settings of supervised fine-tuning."""
@@ -231,7 +238,7 @@ class SFTConfig(MethodArguments):
     completion_only_loss: bool | None = with_help(None, "Train on completions only; unset: where rows have prompts.")
     assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
     chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
-    dataset_text_field: str = with_help("text", "Column of plain text.")
+    dataset_text_field: str = with_help(TEXT, "Column of plain text.")
     shuffle_dataset: bool = with_help(False, "Shuffle the rows before training, besides each epoch's order.")
     packing: bool = no_effect(False, COUNTS_EXAMPLES)
     packing_strategy: str = no_effect("bfd", PACKED)
@@ -241,7 +248,7 @@ class SFTConfig(MethodArguments):
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetSpec:
         """Return the entry for SFT rows; `dataset_text_field` names the text column, masks of token ids are used."""
         roles = ["assistant"] if self.assistant_only_loss and "input_ids" not in columns else None
-        return DatasetSpec(path=ROWS, field=self.dataset_text_field, roles_to_train=roles)
+        return DatasetSpec(path=ROWS, field=text_column(self.dataset_text_field, columns), roles_to_train=roles)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the settings, with shuffling before training beside the order of each epoch."""

@@ -12,7 +12,7 @@ from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.model import ModelSection, TeacherSection
 from upweight.methods import Distill
 from upweight.methods.base import Method
-from upweight.train.api.configs import COUNTS_EXAMPLES, ROWS, ROWS_OF_TEXT, TEMPLATE_PATH
+from upweight.train.api.configs import COUNTS_EXAMPLES, ROWS, ROWS_OF_TEXT, TEMPLATE_PATH, TEXT, text_column
 from upweight.train.api.fields import field_for, no_effect, refused, with_help
 from upweight.train.api.grpo_config import RolloutArguments
 from upweight.train.api.inputs import ScriptDataset, init_arguments, parts_for
@@ -77,7 +77,7 @@ class GKDConfig(TeacherArguments):
     max_length: int | None = with_help(1024, "Longest sequence in tokens, where nothing is sampled.")
     shuffle_dataset: bool = with_help(False, "Take rows in a new order in each epoch.")
     chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
-    dataset_text_field: str = with_help("text", "Column of plain text.")
+    dataset_text_field: str = with_help(TEXT, "Column of plain text.")
     completion_only_loss: bool | None = refused(None, "completions are compared, never prompts; remove it")
     assistant_only_loss: bool = no_effect(False, "only the assistant's turns are compared")
     loss_type: str = refused("nll", OF_DIVERGENCE)
@@ -92,7 +92,7 @@ class GKDConfig(TeacherArguments):
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetSpec:
         """Return the entry for rows; `dataset_text_field` names the column of plain text."""
-        return DatasetSpec(path=ROWS, field=self.dataset_text_field)
+        return DatasetSpec(path=ROWS, field=text_column(self.dataset_text_field, columns))
 
     def data_settings(self) -> dict[str, Any]:
         """Return the data settings; an offline run shuffles each epoch, as a Trainer does."""

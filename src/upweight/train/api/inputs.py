@@ -107,6 +107,8 @@ def parts_for(
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
     require_type("processing_class", processing_class, PROCESSING_CLASS, "a tokenizer or a processor")
+    if quantization_config is None:
+        quantization_config = _quantised_in(args.model_init_kwargs or {})
     require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -206,6 +208,16 @@ def reader(
         return rows, build_config(args).data.model_copy(update=settings)
 
     return read
+
+
+def _quantised_in(init_kwargs: Mapping[str, Any]) -> BitsAndBytesConfig | None:
+    """Return the quantisation among the arguments of loading, where scripts for TRL write it."""
+    for bits in ("load_in_4bit", "load_in_8bit"):
+        if init_kwargs.get(bits):
+            remedy = f"'quantization_config=BitsAndBytesConfig({bits}=True)' of the trainer loads so"
+            raise UserError(f"model_init_kwargs: '{bits}' is no argument of loading any more: {remedy}.")
+    packed = init_kwargs.get("quantization_config")
+    return packed if isinstance(packed, BitsAndBytesConfig) else None
 
 
 def _formatted(formatting_func: Callable[[Any], str], row: Any) -> str:

@@ -89,8 +89,8 @@ class StopOnSignal(TrainerCallback):
             raise KeyboardInterrupt(f"stopped at step {state.global_step}, which is saved; continue with {RESUME}")
         if self.caught:
             words = resume_words()
-            in_script = "" if words != OPTION else f" (in a script {RESUME})"
-            logger.warning("stopped at step %d; continue with %s%s", state.global_step, words, in_script)
+            words = RESUME if words == OPTION else words  # a script, which no command started
+            logger.warning("stopped at step %d; continue with %s", state.global_step, words)
             sys.exit(128 + self.caught)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.config.view import yaml_content
 from upweight.errors import UserError, foreign_cause
 from upweight.files import write_text
-from upweight.log import warn_once
+from upweight.log import logger, warn_once
 from upweight.runs.checkpoints import DATA, set_aside, step_of
 from upweight.runs.files import CONFIG, metrics_of
 from upweight.runs.health import verdicts
@@ -141,6 +141,7 @@ def recording(
         with recorded(folder, record, writes=trainer.is_world_process_zero()):
             try:
                 yield stop
+                _warn_if_finished_before(trainer.state, checkpoint, objects)
             except UserError as error:
                 if not objects.from_script:
                     raise
@@ -155,6 +156,15 @@ def recording(
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
             trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
+
+
+def _warn_if_finished_before(state: Any, checkpoint: Path | None, objects: Objects) -> None:
+    """Warn where a script resumed a run that has no step left, whose returned loss is that of no step."""
+    if not objects.from_script or checkpoint is None:
+        return
+    if state.global_step == step_of(checkpoint) and state.global_step >= state.max_steps:
+        done = f"this run is finished (step {state.global_step} of {state.max_steps}), and nothing was trained"
+        logger.warning("warning: %s; raise max_steps or num_train_epochs to go on", done)
 
 
 def named_verdicts(folder: Path) -> str:
