@@ -120,10 +120,3 @@ def test_weights_that_are_quantised_already_are_not_quantised_again(method, is_r
     assert [f"by {method}. Name the model that they were made from" in problem for problem in packed] == [
         True
     ] * is_refused
-
-
-def test_a_folder_beside_the_config_is_named(tmp_path):
-    (tmp_path / "trained models").mkdir()
-    config = parse_config({"base_model": "./trained models", "datasets": [{"path": "rows.jsonl"}]}, folder=tmp_path)
-    (problem,) = model_problems(config)
-    assert f"add to it: 'base_model={tmp_path / 'trained models'}'" in problem

@@ -1,7 +1,6 @@
 """What can be said of a config's model without loading it: a folder that is not there, or that holds no model."""
 
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken", "merges"
 TOKENIZER_REMEDY = "Copy the tokenizer's files into it, or name another folder or hub id with `tokenizer_config`"
 LFS_POINTER = b"version https://git-lfs"
 MOST_KINDS = 6  # of files, in a message
-CORRECT = "Correct the path, or run the command in the folder from which it leads there"
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -25,7 +23,7 @@ def model_problems(config: Config) -> Iterator[str]:
     for name, place in first.teacher.places.items():
         key = "distill.teacher" if name is None else f"distill.teachers.{name}"
         if not Path(place).expanduser().exists() and "://" not in place:
-            yield from _missing(key, place, config.folder)
+            yield from _missing(key, place)
     section = first.model
     if section.base_model is None:
         return
@@ -39,18 +37,13 @@ def model_problems(config: Config) -> Iterator[str]:
         if path.suffix != ".gguf":
             yield f"base_model: {path} is a file. Name the folder that it is in: `base_model: {path.parent}`."
     else:
-        yield from _missing("base_model", section.base_model, config.folder)
+        yield from _missing("base_model", section.base_model)
 
 
-def _missing(key: str, place: str, folder: Path) -> Iterator[str]:
+def _missing(key: str, place: str) -> Iterator[str]:
     """Yield that a folder is not there, where the place can be nothing else."""
     path = Path(place).expanduser()
-    if place.startswith((".", "~", "/")) or place.count("/") > 1 or (path.suffix == ".gguf" and not path.exists()):
-        if (folder / path).exists():  # which an absolute path never reaches
-            near = shlex.quote(f"{key}={folder / path}")
-            where = f"{place} is not in {Path.cwd()} but in the config's folder"
-            yield f"{key}: {where}. Run the command there, or add to it: {near}"
-            return
+    if place.startswith((".", "~", "/")) or place.count("/") > 1:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, beside)
         yield f"{key}: {place} is no folder here (looked in {path.absolute()}).{meant}"

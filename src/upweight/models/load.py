@@ -26,7 +26,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
-from upweight.models.first_look import CORRECT, broken_weights, packed_remedy, stored_quantised
+from upweight.models.first_look import broken_weights, packed_remedy, stored_quantised
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
@@ -58,7 +58,7 @@ def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "ba
         return str(source), gguf_file
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
-        raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). {CORRECT}")
+        raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). Correct the path")
     # Elsewhere than for the model itself, a GGUF file cannot be named.
     if is_offline() and key == "base_model" and gguf_file is None and (copy := local_copy(base_model)) is not None:
         return str(copy.parent), copy.name
