@@ -52,6 +52,20 @@ def test_columns_that_are_read_or_missing_are_not(entry, row):
     refuse_unread(job(entry, row, rl="dpo"))
 
 
+@pytest.mark.parametrize(
+    ("form", "rl", "problem"),
+    [
+        ({"field_prompt": "prompt", "field_chosen": "beter"}, "dpo", "`field_chosen` names 'beter'.*mean 'better'"),
+        ({"field_instruction": "prompt", "field_output": "bettr"}, None, "`field_output` names 'bettr'.*mean 'better'"),
+    ],
+)
+def test_a_mapped_column_that_is_not_there_is_named(form, rl, problem):
+    row = {"prompt": "Why?", "better": "So.", "rejected": "No."}
+    encoding = job({"type": form, "as_messages": True}, row, **({"rl": rl} if rl else {}))
+    with pytest.raises(UserError, match=problem):
+        list(encode_all([encoding], 1))
+
+
 def test_transforms_read_what_they_like(tmp_path):
     (tmp_path / "own_rows.py").write_text("def transform(cfg):\n    return lambda row: row\n")
     refuse_unread(job({"type": "own_rows.transform", "field_chosen": "better"}, PAIR, Path(tmp_path), rl="dpo"))

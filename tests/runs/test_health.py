@@ -136,7 +136,8 @@ def test_overfitting_reads_the_evaluations():
 
 def test_a_ruined_model_is_not_called_overfitted():
     train = [{"step": step, "loss": 5.0 if step < 3 else 900.0, "grad_norm": 1.0} for step in range(1, 9)]
-    (verdict,) = verdicts([{"step": 0, "eval_loss": 5.0}, *train, {"step": 8, "eval_loss": 1000.0}])
+    soon, verdict = verdicts([{"step": 0, "eval_loss": 5.0}, *train, {"step": 8, "eval_loss": 1000.0}])
+    assert (soon.name, soon.level, soon.step) == ("loss explodes", "alarm", 7)
     assert (verdict.name, verdict.level, verdict.step) == ("held-out loss explodes", "alarm", 8)
     assert "lower learning_rate" in verdict.remedy
     (small,) = verdicts([{"step": 0, "eval_loss": 0.001}, *train[:2], {"step": 2, "eval_loss": 0.004}])

@@ -41,7 +41,7 @@ def run(path: Path, overrides: list[str], *, fragment: bool, data: bool) -> None
         raise UserError("\n".join(dict.fromkeys(unknown)))
     if looks:
         seen = "the first of each local file, and none of the hub; all are read by"
-        logger.info("rows that were checked: %s upweight preprocess %s", seen, path)
+        logger.info("rows that were checked: %s upweight preprocess %s", seen, shlex.quote(str(path)))
     if not fragment:
         logger.info(
             "not checked, since machines differ: %s (upweight doctor %s)",

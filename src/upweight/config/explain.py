@@ -15,6 +15,7 @@ from upweight.settings import UserPath, branches, literals
 Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 WORDS |= {UserPath: "the path of your code", UserFunction: "the path of your function"}
+SEPARATORS = {"delimiter", "sep", "separator"}  # what readers of CSVs call it
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -93,6 +94,8 @@ def _corrected_form(value: str, expected: list[str], allowed: list[Any]) -> str:
 def _unknown_key(key: str, parents: list[Any]) -> str:
     """Return the error message for a key that a nested mapping does not have."""
     known = {name: field for parent in parents for name, field in _fields_inside(parent)}
+    if key in SEPARATORS and "path" in known:
+        return "unknown key. What separates the cells of a CSV is read from its first line; leave the key out."
     home = next((name for name, field in known.items() if key in dict(_fields_inside(field.annotation))), None)
     return f"unknown key.{did_you_mean(key, known)}" if home is None else f"belongs under '{home}'"
 

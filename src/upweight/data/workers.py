@@ -252,7 +252,11 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         columns = f", read from {name!r}. Mend the row, or leave it out by `filter`"
     elif isinstance(content, Mapping) and key not in (*content, "images") and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
-        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_rename_advice(job, content)}"
+        field, column = _absent_column(job, content)
+        named = f" `{field}` names {column!r}, which the row does not have." if field else ""
+        near = did_you_mean(column or key, list(content))
+        advice = "" if field else f" {_rename_advice(job, content)}"
+        columns = f".{named}{near} The row has {names}.{advice}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
@@ -276,6 +280,19 @@ def _mapped_column(job: EncodeJob, key: str) -> str | None:
     role = key if key in roles else {"prompt": "instruction", "completion": "output"}.get(key)
     is_whole = isinstance(form, UserFormat) and {f"field_{one}" for one in roles} <= form.model_fields_set
     return getattr(form, f"field_{role}") if is_whole and role in roles else None
+
+
+def _absent_column(job: EncodeJob, row: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the field of a mapping that names a column which a row does not have, and that column."""
+    form, roles = job.encoder.setup.entry.type, ROLES.get(job.encoder.setup.method.formats(), ())
+    if not isinstance(form, UserFormat):
+        return None, None
+    fields = [f"field_{role}" for role in roles if f"field_{role}" in form.model_fields_set]
+    named = {name: str(getattr(form, name)) for name in fields}
+    return next(
+        ((name, column) for name, column in named.items() if column not in row and not Row(row).has(column)),
+        (None, None),
+    )
 
 
 def _of_script(job: EncodeJob) -> bool:

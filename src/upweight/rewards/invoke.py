@@ -104,9 +104,9 @@ def checked_values(returned: Any, name: str, count: int) -> list[Value | PartRew
     start = f"reward '{name}' must return a list of {count} numbers (None where it does not apply), one for each "
     listed = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(listed, list | tuple):
-        hint = ": does it end without a `return`?" if returned is None else ""
-        hint = ": await what it calls, and declare it `async def`" if hasattr(returned, "__await__") else hint
-        raise UserError(f"{start}completion, but returned a {type(returned).__name__}{hint}.")
+        hint = ": does it end without a `return`?" if returned is None else "."
+        hint = ": await what it calls, and declare it `async def`." if hasattr(returned, "__await__") else hint
+        raise UserError(f"{start}completion, but returned a {type(returned).__name__}{hint}")
     if len(listed) != count:
         raise UserError(f"{start}completion, but returned {len(listed)} of them.")
     values: list[Value | PartRewards] = []

@@ -163,10 +163,10 @@ class Health:
         rows.append(row)
         while len(rows) > MIN_ROWS and rows[0]["step"] <= row["step"] - self.keeps:
             rows.popleft()
+        for name in row:
+            if name.endswith("loss") and (value := _finite_number(row[name])) is not None:
+                self.lowest[name] = min(value, self.lowest.get(name, math.inf))
         if evaluation:
-            for name in row:
-                if name.endswith("loss") and (value := _finite_number(row[name])) is not None:
-                    self.lowest[name] = min(value, self.lowest.get(name, math.inf))
             return
         least, most = (_finite_number(row.get(f"reward_{end}")) for end in ("min", "max"))
         if least is not None and most is not None:

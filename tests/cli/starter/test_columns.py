@@ -156,6 +156,7 @@ def test_named_columns_are_mapped_in_the_config(go, tmp_path):
         ({"columns": "promt=Frage"}, "--columns promt=...: no role. Roles are prompt, completion"),
         ({"columns": "prompt=Fragen"}, "--columns prompt=Fragen: no such column. There are Frage, Antwort, Bewertung"),
         ({"columns": "prompt=Frage,completion=Frage"}, "a column has two roles"),
+        ({"columns": "prompt=Frage,completion=Antwort,answer=Bewertung"}, "a column for 'completion' twice"),
         ({"columns": "Frage"}, "expected NAME=NAME"),
         (
             {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "method": "sft"},
@@ -190,3 +191,12 @@ def test_files_of_excel_are_answered_with_the_way_out(go, tmp_path):
     assert "iconv -f utf-16 -t utf-8" in go("mine.csv", umlauts, encoding="utf-16")
     assert "`tail -n +2" in go("mine.csv", f"sep=;\n{umlauts}")
     assert "is a workbook" in go("mine.xlsx", "PK")
+
+
+def test_answers_that_are_numbers_are_asked_for_and_named(go, tmp_path, caplog):
+    caplog.set_level("INFO")
+    sums = "id,Aufgabe,Ergebnis\n1,Was ist drei und vier?,7\n2,Was ist drei und fuenf?,8\n"
+    assert "`answer=NAME` after it" in (go("sums.csv", sums, method="grpo") or "")
+    assert go("sums.csv", method="grpo", columns="prompt=Aufgabe,answer=Ergebnis") is None
+    assert read_config(tmp_path)["trl"]["reward_funcs"] == ["numeric(column='Ergebnis')"]
+    assert "reward numeric compares with 'Ergebnis'" in caplog.text

@@ -58,6 +58,25 @@ def test_numeric_against_a_worked_answer(text, score):
     assert NumericReward()([text], answer=["48/2 = <<48/2=24>>24 clips in May.\n#### 72"]) == [score]
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        ("Das ist 7,5.", "7,5", 1),
+        ("Das ist 7,5, denn so ist es.", "7,50 €", 1),
+        ("It is 7.5", "7,5", 1),
+        ("Das ist 7.", "7,0", 1),
+        ("Das sind 5.", "7,5", 0),
+        ("1.250,50 €", "1250,50", 1),
+        ("0,125", "0,125", 1),
+        ("1,250 in all", "1,250", 1),
+        ("1250", "1,250", 1),
+        ("(3, 4)", "(3,4)", 1),
+    ],
+)
+def test_numeric_reads_a_decimal_comma_where_the_answer_has_one(text, answer, score):
+    assert NumericReward()([text], answer=[answer]) == [score]
+
+
 def test_numeric_can_be_told_where_to_look():
     assert NumericReward(extract="boxed")(["72", r"\boxed{72}"], answer=["72", "72"]) == [0, 1]
     assert NumericReward(extract="last")(["<answer>1</answer> 72"], answer=["72"]) == [1]

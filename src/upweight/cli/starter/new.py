@@ -16,7 +16,17 @@ from upweight.cli.starter import feedback
 from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
 from upweight.cli.starter.memory import choose_memory, choose_memory_unread
-from upweight.cli.starter.plan import KINDS, READ, REWARDS, Plan, content, mapped_columns, prompt_column, text_of
+from upweight.cli.starter.plan import (
+    KINDS,
+    READ,
+    REWARDS,
+    Plan,
+    answer_reward,
+    content,
+    mapped_columns,
+    prompt_column,
+    text_of,
+)
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
 from upweight.cli.starter.unrecognised import unrecognised
 from upweight.data.columns import ROLES, misses_columns
@@ -207,6 +217,8 @@ def _missing_problem(plan: Plan, column_of: Mapping[str, str]) -> str:
         remedy = f"{pairing[0].upper()}{pairing[1:]}"
     else:
         remedy = f"{rename}, or say which: {table.ask_for(kind)}"
+        if plan.method == "grpo":
+            remedy += "; `answer=NAME` after it, with a comma between, names a column with the right answers"
     known = [f"{role} is {column_of[role]!r}" for role in ROLES[kind] if role in column_of]
     missing = ", ".join([*known, f"no {' and no '.join(gone)} is recognised"])
     needs = f"{plan.method} needs {', '.join(ROLES[kind])}"
@@ -320,6 +332,9 @@ def _write(plan: Plan, output: Path) -> None:
     if plan.method == "grpo" and not plan.answer and not rewards.exists():
         rewards.write_text(REWARDS.format(config=output), encoding="utf-8")
         plan.notes.append(f"rewards: {rewards} has an example; say there what a good answer is")
+    if plan.method == "grpo" and plan.answer:
+        kind = answer_reward(plan)
+        plan.notes.append(f"rewards: the built-in reward {kind} compares with {plan.answer!r}")
     for note in plan.notes:
         logger.info("%s", note)
     named = shlex.quote(str(output))

@@ -122,13 +122,19 @@ def text_of(plan: Plan, output: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
+def answer_reward(plan: Plan) -> str:
+    """Return the built-in reward that compares with the column of right answers."""
+    return "numeric" if plan.answer and plan.has_numbers(plan.answer) else "exact"
+
+
 def _rollout_lines(plan: Plan) -> list[str]:
     import yaml
 
     reward = "rewards.good   # in rewards.py, beside this file: change it"
     if plan.answer:
-        kind = "numeric" if plan.has_numbers(plan.answer) else "exact"
-        spec = yaml.safe_dump(f"{kind}(column={plan.answer!r})", allow_unicode=True, width=1000).splitlines()[0]
+        spec = yaml.safe_dump(
+            f"{answer_reward(plan)}(column={plan.answer!r})", allow_unicode=True, width=1000
+        ).splitlines()[0]
         reward = f"{spec}   # `upweight docs rewards` lists others"
     return [
         "trl:",

@@ -14,7 +14,7 @@ from upweight.errors import UserError, did_you_mean
 
 PREFERENCE = ("prompt", "answer_a", "answer_b", "winner")  # roles of rows whose answers are compared by a column
 NAMED = {"text": ("prompt", "completion"), "preference": PREFERENCE}  # what `--columns` calls roles, where it differs
-ALIASES = {"instruction": "prompt", "output": "completion"}
+ALIASES = {"instruction": "prompt", "output": "completion", "answer": "completion"}  # what roles may be called
 MARKS = ("label", "winner")  # roles whose columns hold few and short values
 PREFERS = {"preferred", "preference", "prefers", "prefer", "winner", "better", "best", "choice", "chosen", "selected",
            "pick", "picked", "vote", "verdict"}  # fmt: skip
@@ -180,14 +180,17 @@ def read_columns(text: str, columns: Sequence[str]) -> dict[str, str]:
     roles = list(dict.fromkeys(role for one in (*NAMED.values(), *ROLES.values()) for role in one))
     named = _assignments("--columns", text, "prompt=Question,completion=Answer")
     for role, column in named.items():
-        if role not in roles:
+        if role not in (*roles, *ALIASES):
             raise UserError(f"--columns {role}=...: no role. Roles are {', '.join(roles)}.{did_you_mean(role, roles)}")
         if column not in columns:
             near = did_you_mean(column, columns)
             raise UserError(f"--columns {role}={column}: no such column. There are {', '.join(columns)}.{near}")
     if len(set(named.values())) < len(named):
         raise UserError(f"--columns {text}: a column has two roles. Name each column once.")
-    return {ALIASES.get(role, role): column for role, column in named.items()}
+    plain_roles = [ALIASES.get(role, role) for role in named]
+    if twice := [role for role in plain_roles if plain_roles.count(role) > 1]:
+        raise UserError(f"--columns {text}: names a column for {twice[0]!r} twice. Name one.")
+    return dict(zip(plain_roles, named.values(), strict=True))
 
 
 def read_values(text: str, columns: Mapping[str, str]) -> dict[str, str]:

@@ -35,6 +35,9 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 
+# Numbers that can only have a decimal comma, as German or French ones: 7,5 and 1.250,50, and not 1,250.
+_DECIMAL_COMMA = re.compile(r"(?<![\d.,])(?:\d{1,3}(?:\.\d{3})+,\d+|0,\d+|\d{4,},\d+|\d+,(?!\d{3}(?!\d))\d+)(?!\d|,\d)")
+
 
 @dataclass(frozen=True)
 class ByAnswer(ABC):
@@ -84,12 +87,15 @@ class NumericReward(ByAnswer):
     __name__ = "numeric"
 
     def _score(self, text: str, answer: str) -> float | None:
-        expected = last_number(marked_answer(answer, "auto", None) or answer)
+        wanted = marked_answer(answer, "auto", None) or answer
+        has_comma = _DECIMAL_COMMA.fullmatch(wanted.strip(" +-$€£¥%")) is not None
+        read = _with_points if has_comma else str
+        expected = last_number(read(wanted))
         if expected is None:
             warn_once(f"reward 'numeric': no number in the answer {answer[:80]!r}; such rows do not count.")
             return None
         marked = _extract_answer(text, self.extract, self.tag)
-        given = None if marked is None else last_number(marked)
+        given = None if marked is None else last_number(read(marked))
         right = given is not None and same_number(given, expected, self.tolerance, self.relative)
         return self.score if right else self.wrong
 
@@ -150,6 +156,11 @@ def _plain_numbers(text: str) -> str:
 def _slashed_fraction(frac: re.Match[str]) -> str:
     mixed = frac.start() and frac.string[frac.start() - 1].isdigit()
     return f"{' ' if mixed else ''}{frac[1].strip()}/{frac[2].strip()}"
+
+
+def _with_points(text: str) -> str:
+    """Write numbers that have a decimal comma with a point."""
+    return _DECIMAL_COMMA.sub(lambda number: number[0].replace(".", "").replace(",", "."), text[-_TAIL:])
 
 
 def last_number(text: str) -> Number | None:
