@@ -75,7 +75,7 @@ SICK = [
     ("margins run away", PAIRS, {"rewards/margins": 8e5, "rewards/accuracies": 1.0, "loss": 0.0, "grad_norm": 0.0}),
     ("nothing left to tell apart", PAIRS, {"rewards/accuracies": 1.0, "loss": 0.001}),
     ("loss rises", PAIRS, {"loss": 0.9}),
-    ("loss explodes", PAIRS, {"loss": 12.0}),
+    ("loss explodes", {**PAIRS, "mean_token_accuracy": 0.5}, {"loss": 12.0, "mean_token_accuracy": 0.01}),
     ("teacher does not fit", DISTILLED, {"distill/agreement": 0.02}),
     ("teacher is hardly compared", DISTILLED, {"distill/aligned_share": 0.2}),
     ("nothing left to learn from the teacher", DISTILLED, {"distill/forward_kl": 1e-7, "distill/reverse_kl": -1e-7}),

@@ -135,13 +135,19 @@ def test_overfitting_reads_the_evaluations():
 
 
 def test_a_ruined_model_is_not_called_overfitted():
-    train = [{"step": step, "loss": 5.0 if step < 3 else 900.0, "grad_norm": 1.0} for step in range(1, 9)]
+    ruined = {"loss": 900.0, "mean_token_accuracy": 0.0, "grad_norm": 1.0}
+    train = [{"step": step, **ruined, **({"loss": 5.0} if step < 3 else {})} for step in range(1, 9)]
     soon, verdict = verdicts([{"step": 0, "eval_loss": 5.0}, *train, {"step": 8, "eval_loss": 1000.0}])
     assert (soon.name, soon.level, soon.step) == ("loss explodes", "alarm", 7)
     assert (verdict.name, verdict.level, verdict.step) == ("held-out loss explodes", "alarm", 8)
     assert "lower learning_rate" in verdict.remedy
     (small,) = verdicts([{"step": 0, "eval_loss": 0.001}, *train[:2], {"step": 2, "eval_loss": 0.004}])
     assert small.name == "overfitting"
+
+
+def test_a_loss_that_swings_by_its_nature_does_not_explode():
+    ipo = [{"step": step, "loss": 0.1 if step == 9 else 30.0, "mean_token_accuracy": 0.6} for step in range(1, 49)]
+    assert not verdicts(ipo)
 
 
 def test_words_and_gaps_in_the_metrics_are_passed_over():
