@@ -46,6 +46,7 @@ def test_exponents_are_numbers(tmp_path, text, value):
         ("a:\n  - b: 1\n   c: 2\n", "begin in the same column"),
         ("a: {{ model }}\n", "in quotes"),
         ("a: 1\n---\nb: 2\n", "one document"),
+        ("a: ,\n", "put the value in quotes"),
         ("- 1\n", "must be a mapping of keys to values, not a list."),
         ("word\n", "not the single value 'word'."),
         ("", "is empty. A config names at least"),

@@ -17,6 +17,7 @@ HINTS = {
     "mapping values are not allowed here": "indent this line as its neighbours, or put a text with ': ' in quotes",
     "found unhashable key": "put a text that contains '{' in quotes",
     "expected <block end>": "keys of one mapping begin in the same column, dashes of one list too: indent as above",
+    "expected the node content": "put the value in quotes",
     "but found another document": "a config is one document: remove the line '---'",
 }
 

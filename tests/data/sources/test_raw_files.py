@@ -69,3 +69,14 @@ def test_validate_looks_at_the_first_lines(tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     (problem,) = data_problems(load_config(tmp_path / "config.yaml"))
     assert "rows.csv:3: is not UTF-8" in problem
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_workbook_is_answered_with_how_to_save_it(tmp_path, streaming):
+    (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04")
+    with pytest.raises(UserError, match=r"rows\.xlsx: is a workbook, which is not read: save it in Excel"):
+        open_entry(DatasetSpec(path="rows.xlsx", streaming=streaming), "datasets[0]", tmp_path)
+    config = {"base_model": "tiny", "datasets": [{"path": "rows.xlsx"}]}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (problem,) = data_problems(load_config(tmp_path / "config.yaml"))
+    assert "is a workbook" in problem

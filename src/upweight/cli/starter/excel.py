@@ -3,18 +3,16 @@
 import shlex
 from pathlib import Path
 
-from upweight.data.sources.raw_files import EXCEL
+from upweight.data.sources.raw_files import EXCEL, workbook_problem
 from upweight.errors import UserError
-
-WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 
 
 def refuse_export(file: Path) -> None:
     """Raise a UserError with the way out for a workbook, a CSV whose first line is for Excel alone, and a config."""
     if file.suffix.lower() in (".yaml", ".yml"):
         raise UserError(f"{file}: is a config, not a file of rows: `upweight train {shlex.quote(str(file))}`.")
-    if file.suffix.lower() in WORKBOOKS:
-        raise UserError(f"{file}: is a workbook, which is not read: {EXCEL}; then `upweight new` with that file.")
+    if problem := workbook_problem(file):
+        raise UserError(f"{problem}; then `upweight new` with that file.")
     with file.open("rb") as opened:
         start = opened.read(64)
     if file.suffix.lower() in (".csv", ".tsv") and start.removeprefix(b"\xef\xbb\xbf").lower().startswith(b"sep="):

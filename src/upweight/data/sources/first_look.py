@@ -18,7 +18,7 @@ from upweight.data.sources.lookup import (
     missing_files,
     patterns_of,
 )
-from upweight.data.sources.raw_files import encoding_problem
+from upweight.data.sources.raw_files import encoding_problem, workbook_problem
 from upweight.errors import did_you_mean
 
 # What rows with a `type` need, by the kind of data: a column of each group. Types that are not listed are not judged.
@@ -78,6 +78,9 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
     files = [local] if local and local.is_file() else []
     for pattern in patterns_of(entry)[:1]:
         files += map(Path, matches(pattern, local, config.folder)[0][:1])
+    if files and (workbook := workbook_problem(files[0])):
+        yield f"{entry_name(entry, key)}: {workbook}, and name that file"
+        return
     row = first_row(files[0]) if files else None
     if files and row is None and FILE_KINDS.get(file_suffix(files[0])) in ("json", "csv"):
         yield from (f"{entry_name(entry, key)}: {one}" for one in [encoding_problem(files[0], FIRST_LINES)] if one)

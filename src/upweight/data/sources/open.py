@@ -40,7 +40,7 @@ from upweight.data.sources.lookup import (
     patterns_of,
     similar_to,
 )
-from upweight.data.sources.raw_files import COMPRESSED, explained_encoding
+from upweight.data.sources.raw_files import COMPRESSED, explained_encoding, workbook_problem
 from upweight.data.sources.streams import READERS, FileStream, IterableStream, RowStream, StreamStart
 from upweight.data.sources.text_files import LineFile
 from upweight.errors import UserError
@@ -285,6 +285,8 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
 
 def _sources(files: list[Path], kind: str | None, streaming: bool = False) -> dict[str, list[Source]]:
     """Open files that together make the split `train`."""
+    for problem in filter(None, map(workbook_problem, files)):
+        raise UserError(f"{problem}, and name that file.")
     if streaming:
         return {"train": [FileStream(files, [kind or FILE_KINDS.get(file_suffix(file), "json") for file in files])]}
     sources: list[Source] = []

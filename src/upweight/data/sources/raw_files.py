@@ -14,6 +14,7 @@ from typing import Any
 from upweight.errors import UserError
 
 EXCEL = "save it in Excel by File, Save as, 'CSV UTF-8'"
+WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 AROUND = 20  # characters shown on each side of a byte
 
@@ -42,6 +43,12 @@ def explained_encoding(file: Path) -> Iterator[None]:
         if cause is None or (problem := encoding_problem(file)) is None:
             raise
         raise UserError(problem) from cause
+
+
+def workbook_problem(file: Path) -> str | None:
+    """Return why a file of a spreadsheet program is not read, and what to do; None for other files."""
+    is_workbook = file.suffix.lower() in WORKBOOKS
+    return f"{file}: is a workbook, which is not read: {EXCEL}" if is_workbook else None
 
 
 def encoding_problem(file: Path, most: int | None = None) -> str | None:
