@@ -127,6 +127,15 @@ def test_a_csv_whose_rows_have_more_cells_than_names_is_an_error_of_validate(tmp
     assert "row 0 has 3 cells, and line 1 has 2 names: put cells" in next(data_problems(config))
 
 
+@pytest.mark.parametrize(("column", "amiss"), [("questoin", "Did you mean 'question'?"), ("question", None)])
+def test_the_columns_of_a_csv_are_checked_beside_a_filter(tmp_path, column, amiss):
+    (tmp_path / "rows.csv").write_text("question,answer\n,So.\nWhy?,So.\n")
+    form = {"field_instruction": column, "field_output": "answer"}
+    entry = {"path": "rows.csv", "type": form, "filter": "filters.keep"}
+    problems = list(data_problems(parse_config({"base_model": "some/model", "datasets": [entry]}, folder=tmp_path)))
+    assert problems == [] if amiss is None else amiss in problems[0]
+
+
 FORM = {"field_prompt": "question", "field_completion": "answer", "field_label": "thumbs"}
 
 

@@ -42,6 +42,7 @@ from upweight.train.recording.run_folder import (
     recording,
     require_same_data,
     require_same_resume_keys,
+    require_steps_left,
     write_config,
 )
 from upweight.train.trainer import MethodTrainer
@@ -129,6 +130,7 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
         logger.warning("warning: %s has no whole checkpoint; starting from the beginning", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else {}
     require_same_resume_keys(changed, checkpoint, config.optim.scheduler)
+    require_steps_left(checkpoint, config.optim.max_steps)
     if changed:
         logger.warning("warning: changed since the run began: %s", "; ".join(changed.values()))
     if (folder / MERGED).is_dir():

@@ -11,7 +11,13 @@ from upweight.config.config import SECTIONS
 from upweight.errors import UserError
 from upweight.runs.files import METRICS
 from upweight.train.recording.metrics import MetricsFile, cut_metrics
-from upweight.train.recording.run_folder import changed_keys, named_verdicts, require_same_resume_keys, write_config
+from upweight.train.recording.run_folder import (
+    changed_keys,
+    named_verdicts,
+    require_same_resume_keys,
+    require_steps_left,
+    write_config,
+)
 
 PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}
@@ -84,6 +90,13 @@ def test_a_resume_refuses_keys_that_choose_other_weights(keys, refused, tmp_path
         else nullcontext()
     ):
         require_same_resume_keys(changed, tmp_path / "checkpoint-1", "cosine")
+
+
+def test_a_resume_refuses_fewer_steps_than_were_taken(tmp_path):
+    with pytest.raises(UserError, match=r"max_steps: 25 was passed before .*checkpoint-60\. Set max_steps above 60"):
+        require_steps_left(tmp_path / "checkpoint-60", 25)
+    for checkpoint, steps in ((None, 25), (tmp_path / "checkpoint-60", None), (tmp_path / "checkpoint-60", 60)):
+        require_steps_left(checkpoint, steps)
 
 
 def test_changed_keys_have_both_values(tmp_path):

@@ -71,7 +71,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[str]:
     """Yield what is amiss with the columns of the first row, which a selection or the user's code may change."""
-    selects = entry.filter or "[" in (entry.split or "") or entry.shards or entry.ds_type not in (None, "json", "csv")
+    selects = "[" in (entry.split or "") or entry.shards or entry.ds_type not in (None, "json", "csv")
     if selects or type(config.method).read_row is not None:
         return
     local = existing(entry.path, config.folder)
@@ -81,6 +81,9 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
     if files and (workbook := workbook_problem(files[0])):
         yield f"{entry_name(entry, key)}: {workbook}, and name that file"
         return
+    is_csv = bool(files) and FILE_KINDS.get(file_suffix(files[0])) == "csv"
+    if entry.filter and not is_csv:  # it may leave out the first row; those of a CSV have the same columns
+        return
     row = first_row(files[0]) if files else None
     if files and row is None and FILE_KINDS.get(file_suffix(files[0])) in ("json", "csv"):
         yield from (f"{entry_name(entry, key)}: {one}" for one in [encoding_problem(files[0], FIRST_LINES)] if one)
@@ -89,7 +92,7 @@ def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[st
     if row is not None and (surplus := surplus_cells(row)) is not None:
         problem = f"row 0 {surplus}"
     elif row is not None:
-        problem = missing_columns(kind, entry, row) or _unread_label(kind, entry, row)
+        problem = missing_columns(kind, entry, row) or (None if entry.filter else _unread_label(kind, entry, row))
     if problem is not None:
         yield f"{entry_name(entry, key)}: {problem}"
 

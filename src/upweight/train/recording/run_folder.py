@@ -98,6 +98,14 @@ def require_same_resume_keys(changed: Mapping[str, str], checkpoint: Path | None
         raise UserError(f"resume: {'; '.join(values)} {since}; {checkpoint} holds what was trained then. {remedy}")
 
 
+def require_steps_left(checkpoint: Path | None, max_steps: int | None) -> None:
+    """Raise where `max_steps` ends the run before the step of the checkpoint."""
+    step = step_of(checkpoint) if checkpoint else None
+    if step is not None and max_steps is not None and max_steps < step:
+        remedy = f"Set max_steps above {step}, or begin a new run in another output_dir"
+        raise UserError(f"resume: max_steps: {max_steps} was passed before {checkpoint}. {remedy}.")
+
+
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
     """Raise on all ranks where the training rows are not those of the checkpoint, unless that is allowed."""
     stored = checkpoint / DATA  # which a checkpoint may lack
