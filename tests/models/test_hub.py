@@ -60,7 +60,9 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, capl
 
 
 def test_a_hub_that_cannot_be_reached_is_no_wrong_name(unreachable):
-    unreached = r"hub_model_id: no repository: the hub \(.*\) cannot be reached \(.*\. Drop it"
+    unreached = (
+        r"hub_model_id: no repository: the hub \(.*\) cannot be reached \(.*\. Push the folder later; training without"
+    )
     with pytest.raises(UserError, match=unreached), hub.hub_errors("no repository"):
         get_session().get(constants.ENDPOINT)
     with pytest.raises(UserError, match=r"no repository: 401\. Log in"), hub.hub_errors("no repository"):

@@ -1,6 +1,7 @@
 """Callbacks, optimizers and schedules of the user's, named by path in a config."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,5 +221,5 @@ def test_what_they_return_is_checked(folder, keys, message):
 
 def test_a_name_that_is_neither_known_nor_a_path_is_explained():
     with pytest.raises(UserError) as error:
-        parse_config({"base_model": "m", "datasets": [{"path": "d"}], "lr_scheduler": "cosin"}, folder=None)
+        parse_config({"base_model": "m", "datasets": [{"path": "d"}], "lr_scheduler": "cosin"}, folder=Path())
     assert "warmup_stable_decay or the path of your code, got 'cosin'. Did you mean 'cosine'?" in str(error.value)
