@@ -36,7 +36,7 @@ SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
-# What else may make a config fit, tried where adapter and mode do not: as it is said, its section, and its values.
+# What else may make a config fit, tried where adapter and mode do not: words of the answer, section, values.
 OTHER_KEYS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("'gradient_checkpointing: true'", "optim", {"gradient_checkpointing": True}),
     ("'load_in_4bit: true' in place of 'load_in_8bit'", "adapter", {"load_in_4bit": True, "load_in_8bit": False}),

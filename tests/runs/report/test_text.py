@@ -111,6 +111,18 @@ def test_the_users_question_is_shown_with_answers_before_and_after(template, tmp
     assert "helpful" not in shown
 
 
+def test_one_answer_after_stands_beside_one_before_where_a_prompt_has_several(tmp_path):
+    run = write_run(tmp_path / "run", rows=[{"step": 1, "loss": 1.0}], config={"rl": "dpo"})
+    for file in (run / "completions").glob("*"):
+        file.unlink()
+    for step, answers in ((0, ("No.", "Nothing.")), (12, ("Paris.", "It is Paris."))):
+        rows = [{"step": step, "row": 0, "prompt": QUESTION, "completion": one, "finished": True} for one in answers]
+        (run / "completions" / f"eval_step_{step:05d}.jsonl").write_text(as_lines(rows))
+    shown = text_of(run)
+    assert "      before: No.\n      after: Paris.\n" in shown
+    assert (shown.count("before:"), shown.count("after:")) == (1, 1)
+
+
 def test_messages_show_the_users_turn(tmp_path):
     run = write_run(tmp_path / "run")
     prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]

@@ -133,8 +133,9 @@ def _before_and_after(first: Mapping[str, Any], last: Mapping[str, Any], width: 
         yield f"  held-out answers of step {last['step']} ({last['total']}):"
     else:
         yield f"  held-out answers, before (step {first['step']}) and after (step {last['step']}):"
-    earlier = {_key_of(row): row for row in first["rows"]} if first is not last else {}
-    for rows in _by_prompt(_chosen(last["rows"])):
+    earlier = {_key_of(rows[0]): rows[0] for rows in _by_prompt(first["rows"])} if first is not last else {}
+    answered = [rows[0] for rows in _by_prompt(last["rows"])] if earlier else last["rows"]  # one beside one before
+    for rows in _by_prompt(_chosen(answered)):
         before = earlier.get(_key_of(rows[0]))
         yield from _question_lines(rows[0], width)
         if before is not None:
