@@ -64,7 +64,7 @@ class Layers:
         values, scales = (list(part) for part in zip(*self.copies, strict=True))
         if self.gated:
             return kernel.gated_linears(x_ND, values, self.downs, self.ups, self.scalings, scales=scales)
-        return kernel.linears(x_ND, values, [], self.downs, self.ups, self.scalings, scales=scales)[0]
+        return kernel.linears(x_ND, values, [], self.downs, self.ups, self.scalings, scales=scales).out_NF
 
     def apart(self, x_ND: Tensor) -> list[Tensor]:
         """By torch's products."""

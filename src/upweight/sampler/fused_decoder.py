@@ -7,7 +7,8 @@ with three of ours for many. A model takes this way where its logits on random t
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ def fused_decoder(forward: CachedForward) -> dict[nn.Module, Callable[..., Tenso
     around = usual_layers(forward)
     if not around:
         return {}
-    fused = FusedDecoder({layer.module: layer.params for layer in forward.layers}, forward.int8)
+    fused = FusedDecoder({layer.module: layer.params for layer in forward.layers}, around, forward.int8)
     forwards: dict[nn.Module, Callable[..., Tensor]] = dict.fromkeys(around, fused)
     return forwards if _same_logits(forward, forwards) else {}
 
@@ -101,12 +102,25 @@ def _same_logits(forward: CachedForward, forwards: dict[nn.Module, Callable[...,
     return bool((logits_BV - right_BV).abs().mean() <= _LARGEST_DIFFERENCE * right_BV.abs().mean())
 
 
+class _Known(NamedTuple):
+    """What a layer knows about its output: the sums of its squares, and the output times the next norm's weight."""
+
+    out: Tensor
+    squares_TN: Tensor
+    weighted_ND: Tensor
+    norm: nn.Module
+
+
 class FusedDecoder:
     """The forward of decoder layers; what one layer knows about its output is used by the next."""
 
-    def __init__(self, params: dict[nn.Module, AttentionParams], int8: Int8Weights | None = None) -> None:
+    def __init__(
+        self, params: dict[nn.Module, AttentionParams], layers: Sequence[Any], int8: Int8Weights | None = None
+    ) -> None:
+        """`layers`: those of the decoder, in their order."""
         self._params, self._int8 = params, int8
-        self._known: tuple[Tensor, Tensor] | None = None  # the last layer's output, and its sums of squares
+        self._next_norms = {layer: after.input_layernorm for layer, after in pairwise(layers)}
+        self._known: _Known | None = None
 
     def __call__(
         self, layer: Any, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
@@ -115,20 +129,21 @@ class FusedDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         known, self._known = self._known, None
-        squares = known[1] if known is not None and known[0] is hidden_states else None
+        if known is not None and (known.out is not hidden_states or known.norm is not layer.input_layernorm):
+            known = None
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        parts = self._projected(x_ND, layer.input_layernorm, projections, squares)
+        parts = self._projected(x_ND, layer.input_layernorm, projections, known)
         width = attention.head_dim
         query, key, value = (
             part.unflatten(-1, (-1, width)).unflatten(0, hidden_states.shape[:2]).transpose(1, 2) for part in parts
         )
         attended = self._attend(attention, query, key, value, position_embeddings)
         attended_ND = attended.transpose(1, 2).reshape(len(x_ND), -1)
-        x_ND, squares = self._added(attended_ND, attention.o_proj, x_ND)
-        gated_NF = self._gated(x_ND, layer.post_attention_layernorm, mlp, squares)
-        x_ND, squares = self._added(gated_NF, mlp.down_proj, x_ND)
+        x_ND, known = self._added(attended_ND, attention.o_proj, x_ND, layer.post_attention_layernorm)
+        gated_NF = self._gated(x_ND, layer.post_attention_layernorm, mlp, known)
+        x_ND, known = self._added(gated_NF, mlp.down_proj, x_ND, self._next_norms.get(layer))
         out = x_ND.view(hidden_states.shape)
-        self._known = None if squares is None else (out, squares)
+        self._known = None if known is None else known._replace(out=out)
         return out
 
     def _attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, embeddings: Any) -> Tensor:
@@ -147,7 +162,7 @@ class FusedDecoder:
             query, key = norms[0](query), norms[1](key)
         return context(call, _rotated(query, cos, sin), _rotated(key, cos, sin), value, params)
 
-    def _projected(self, x_ND: Tensor, norm: Any, layers: Sequence[Any], squares: Tensor | None) -> Sequence[Tensor]:
+    def _projected(self, x_ND: Tensor, norm: Any, layers: Sequence[Any], known: _Known | None) -> Sequence[Tensor]:
         """Return the outputs of layers for the norm of x."""
         parts = plain_weights(x_ND, list(layers))
         if few_rows is not None and parts is not None:
@@ -156,16 +171,21 @@ class FusedDecoder:
             # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
             width = sum(map(len, weights)) // (len(weights) if downs else 1)
             if len(biases) in (0, len(layers)) and is_few(x_ND, width):
-                known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
-                x_ND = norm(x_ND) if known is None else x_ND
+                x_ND, rest = self._normed(x_ND, norm, known)
                 read, scales = self._read(x_ND, layers, weights)
-                out = few_rows.linears(x_ND, read, *others, norm=known, scales=scales)[0]
-                return out.split([len(weight) for weight in weights], -1)
+                out_NF = few_rows.linears(x_ND, read, *others, norm=rest, scales=scales).out_NF
+                return out_NF.split([len(weight) for weight in weights], -1)
         normed_ND = norm(x_ND)
         return [layer(normed_ND) for layer in layers]
 
-    def _added(self, x_ND: Tensor, layer: Any, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of a layer's output and a residual, which may be overwritten, and its squares if known."""
+    def _normed(self, x_ND: Tensor, norm: Any, known: _Known | None) -> tuple[Tensor, Any]:
+        """Return the norm of x; or x times the norm's weight, and what is left for a kernel."""
+        if known is None:
+            return norm(x_ND), None
+        return known.weighted_ND, few_rows.InputNorm(epsilon_of(norm) or 0.0, known.squares_TN)
+
+    def _added(self, x_ND: Tensor, layer: Any, residual_NF: Tensor, next_norm: Any) -> tuple[Tensor, _Known | None]:
+        """Return the sum of a layer's output and a residual, which may be overwritten, and what is known about it."""
         parts = plain_weights(x_ND, [layer])
         if few_rows is not None and parts is not None:
             weights, *others = parts
@@ -173,12 +193,18 @@ class FusedDecoder:
             # Beyond, torch is faster for one layer without an adapter, although the next norm is a launch then.
             if is_few(x_ND, len(weights[0])) and (downs or len(x_ND) <= FEW_ROWS):
                 read, scales = self._read(x_ND, [layer], weights)
-                return few_rows.linears(x_ND, read, *others, residual_NF=residual_NF, scales=scales)
+                weight = None if next_norm is None else next_norm.weight
+                added = few_rows.linears(
+                    x_ND, read, *others, residual_NF=residual_NF, next_weight=weight, scales=scales
+                )
+                if added.weighted_NF is None:
+                    return added.out_NF, None
+                return added.out_NF, _Known(added.out_NF, added.squares_TN, added.weighted_NF, next_norm)
             if not biases and not downs:
                 return residual_NF.addmm_(x_ND, weights[0].t()), None
         return residual_NF + layer(x_ND), None
 
-    def _gated(self, x_ND: Tensor, norm: Any, mlp: Any, squares: Tensor | None) -> Tensor:
+    def _gated(self, x_ND: Tensor, norm: Any, mlp: Any, known: _Known | None) -> Tensor:
         """Return silu(gate) * up of the norm of x."""
         parts = plain_weights(x_ND, [mlp.gate_proj, mlp.up_proj])
         if few_rows is None or parts is None or parts[1]:
@@ -186,19 +212,18 @@ class FusedDecoder:
             return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
         weights, _, downs, ups, scalings = parts
         if len(x_ND) <= FEW_ROWS:
-            known = None if squares is None else few_rows.InputNorm(norm.weight, epsilon_of(norm), squares)
-            x_ND = norm(x_ND) if known is None else x_ND
+            x_ND, rest = self._normed(x_ND, norm, known)
             weights, scales = self._read(x_ND, [mlp.gate_proj, mlp.up_proj], weights)
-            return few_rows.gated_linears(x_ND, weights, downs, ups, scalings, known, scales)
+            return few_rows.gated_linears(x_ND, weights, downs, ups, scalings, rest, scales)
         x_ND = norm(x_ND)
-        narrow_NR = few_rows.linears(x_ND, downs, [], [], [], [])[0] if downs else x_ND
+        narrow_NR = few_rows.linears(x_ND, downs, [], [], [], []).out_NF if downs else x_ND
         gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
         return few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
 
     def _read(self, x_ND: Tensor, layers: Sequence[Any], weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the weights that layers read for rows of x, and the scales of those in 8 bits."""
         copies = [] if self._int8 is None else self._int8.of(x_ND, layers)
-        return ([copy.values_FD for copy in copies] or weights), [copy.scale_F for copy in copies]
+        return ([copy.pairs_FP for copy in copies] or weights), [copy.scale_F for copy in copies]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

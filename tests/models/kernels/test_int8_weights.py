@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from upweight.models.kernels.int8_weights import Int8Weights
+from upweight.models.kernels.int8_weights import Int8Weights, integers
 from upweight.models.kernels.tiles import FEW_ROWS
 from upweight.models.modules import replaced_forwards
 
@@ -45,11 +45,11 @@ def test_a_changed_weight_is_copied_again_to_the_same_place():
     weights = Int8Weights([first, second])
     weights.refresh()
     x_ND = torch.randn(2, 24)
-    before = [one.values_FD for one in weights.of(x_ND, [first, second])]
+    before = [one.pairs_FP for one in weights.of(x_ND, [first, second])]
     kept = before[0].clone()
     second.weight.add_(1)
     weights.refresh()
-    after = [one.values_FD for one in weights.of(x_ND, [first, second])]
+    after = [one.pairs_FP for one in weights.of(x_ND, [first, second])]
     assert [one.data_ptr() for one in before] == [one.data_ptr() for one in after]
     assert torch.equal(after[0], kept)
     with replaced_forwards(weights.forwards()):
@@ -87,7 +87,7 @@ def test_adapters_are_not_rounded():
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 16, 17, 48, 64])
-@pytest.mark.parametrize("depth", [96, 1536, 8960])
+@pytest.mark.parametrize("depth", [96, 576, 1536, 8960])
 def test_kernels_read_integers(rows: int, depth: int):
     from upweight.models.kernels.linear import gated_linears, linears
 
@@ -96,19 +96,19 @@ def test_kernels_read_integers(rows: int, depth: int):
     weights.refresh()
     x_ND, residual_NF = torch.randn(rows, depth, device="cuda").bfloat16(), torch.randn(rows, 1536, device="cuda")
     copies = weights.of(x_ND, layers)
-    values, scales = [one.values_FD for one in copies], [one.scale_F for one in copies]
+    pairs, scales = [one.pairs_FP for one in copies], [one.scale_F for one in copies]
     biases = [layer.bias for layer in layers]
-    right = [F.linear(x_ND.float(), v.float() * s[:, None]) for v, s in zip(values, scales, strict=True)]
+    right = [F.linear(x_ND.float(), integers(p) * s[:, None]) for p, s in zip(pairs, scales, strict=True)]
     biased = [one + bias.float() for one, bias in zip(right, biases, strict=True)]
     close = {"atol": 2e-2, "rtol": 2e-2}
-    out, _ = linears(x_ND, values, biases, [], [], [], scales=scales)
+    out = linears(x_ND, pairs, biases, [], [], [], scales=scales).out_NF
     torch.testing.assert_close(out.float(), torch.cat(biased, -1), **close)
     residual_NF = residual_NF.bfloat16()
-    out, squares_TN = linears(x_ND, values[:1], [], [], [], [], residual_NF=residual_NF, scales=scales[:1])
+    out, squares_TN, _ = linears(x_ND, pairs[:1], [], [], [], [], residual_NF=residual_NF, scales=scales[:1])
     torch.testing.assert_close(out.float(), right[0] + residual_NF.float(), **close)
     torch.testing.assert_close(squares_TN.sum(0), out.float().pow(2).sum(1), rtol=1e-3, atol=1e-3)
     downs = [torch.randn(8, depth, device="cuda").bfloat16() / depth**0.5 for _ in range(2)]
     ups = [torch.randn(256, 8, device="cuda").bfloat16() / 8**0.5 for _ in range(2)]
-    out = gated_linears(x_ND, values[1:], downs, ups, [0.5, 0.5], scales=scales[1:])
+    out = gated_linears(x_ND, pairs[1:], downs, ups, [0.5, 0.5], scales=scales[1:])
     terms = [0.5 * x_ND.float() @ d.float().t() @ u.float().t() for d, u in zip(downs, ups, strict=True)]
     torch.testing.assert_close(out.float(), F.silu(right[1] + terms[0]) * (right[2] + terms[1]), **close)

@@ -88,15 +88,18 @@ def test_a_norm_before_and_a_residual_after_need_no_launch(rows: int, depth: int
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND, residual_NF, weight_D = drawn(rows, depth) * 20, drawn(rows, width), drawn(depth) + 1
+    next_F = drawn(width) + 1
     one = (weights[:1], [], downs[:1], ups[:1], scalings[:1])
-    first, squares_TN = linears(x_ND, *one, residual_NF=residual_NF)
+    first, squares_TN, weighted_NF = linears(x_ND, *one, residual_NF=residual_NF, next_weight=next_F)
     torch.testing.assert_close(first.float(), right_of(x_ND, 0, layers) + residual_NF.float(), atol=5e-2, rtol=2e-2)
     torch.testing.assert_close(squares_TN.sum(0), first.float().pow(2).sum(1), rtol=1e-3, atol=1e-3)
-    norm = InputNorm(weight_D, 1e-6, x_ND.float().pow(2).view(rows, -1, 4).sum(-1).t().contiguous())
+    assert weighted_NF is not None
+    torch.testing.assert_close(weighted_NF, (first.float() * next_F.float()).bfloat16())
+    norm = InputNorm(1e-6, x_ND.float().pow(2).view(rows, -1, 4).sum(-1).t().contiguous())
     normed_ND = F.rms_norm(x_ND, (depth,), weight_D, 1e-6)
-    found, _ = linears(x_ND, weights, [], downs, ups, scalings, norm=norm)
+    found = linears(x_ND * weight_D, weights, [], downs, ups, scalings, norm=norm).out_NF
     right = torch.cat([right_of(normed_ND, number, layers) for number in (0, 1)], -1)
-    torch.testing.assert_close(found.float(), right, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.float(), right, atol=5e-2, rtol=2e-2)
     right = F.silu(right_of(normed_ND, 0, layers)) * right_of(normed_ND, 1, layers)
-    found = gated_linears(x_ND, weights, downs, ups, scalings, norm)
+    found = gated_linears(x_ND * weight_D, weights, downs, ups, scalings, norm)
     torch.testing.assert_close(found.float(), right, atol=8e-2, rtol=3e-2)

@@ -18,9 +18,12 @@ _LARGEST = 127
 
 
 class Int8Weight(NamedTuple):
-    """Integers, and by output what they are multiplied by."""
+    """Integers, and by output what they are multiplied by.
 
-    values_FD: Tensor
+    The integers of the first half of the inputs are the low bytes, those of the second half the high ones.
+    """
+
+    pairs_FP: Tensor
     scale_F: Tensor
 
 
@@ -66,13 +69,13 @@ class Int8Weights:
     def _linear_forward(self, stock: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:
         if not _reads_8_bits(x):
             return stock(x)
-        values_FD, scale_F = self._copies[layer]
+        pairs_FP, scale_F = self._copies[layer]
         biases = [] if layer.bias is None else [layer.bias]
         if few_rows is not None and is_half_inference(x):
             x_ND = x.reshape(-1, x.shape[-1])
-            out_NF = few_rows.linears(x_ND, [values_FD], biases, [], [], [], scales=[scale_F])[0]
+            out_NF = few_rows.linears(x_ND, [pairs_FP], biases, [], [], [], scales=[scale_F]).out_NF
             return out_NF.view(*x.shape[:-1], -1)
-        return sum(biases, F.linear(x, values_FD.to(x.dtype)) * scale_F.to(x.dtype))
+        return sum(biases, F.linear(x, integers(pairs_FP).to(x.dtype)) * scale_F.to(x.dtype))
 
     def bytes(self) -> int:
         """Return the memory of the copies."""
@@ -97,9 +100,16 @@ def _linear(layer: Any) -> Any:
     return getattr(layer, "base_layer", layer)
 
 
+def integers(pairs_FP: Tensor) -> Tensor:
+    """Return the integers of pairs in the order of the inputs."""
+    return pairs_FP.view(torch.int8).unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+
+
 def quantised(weight_FD: Tensor) -> Int8Weight:
-    """Return a weight in 8 bits."""
+    """Return a weight of an even number of inputs in 8 bits."""
     weight_FD = weight_FD.detach()
     smallest = torch.finfo(torch.float32).tiny  # for outputs whose weights are all 0
     scale_F = (weight_FD.abs().amax(1).float() / _LARGEST).clamp_(min=smallest)
-    return Int8Weight((weight_FD.float() / scale_F[:, None]).round_().to(torch.int8), scale_F)
+    values_FD = (weight_FD.float() / scale_F[:, None]).round_().to(torch.int8)
+    pairs_FP2 = torch.stack(values_FD.chunk(2, 1), -1)
+    return Int8Weight(pairs_FP2.view(torch.int16).squeeze(-1), scale_F)

@@ -6,7 +6,8 @@ no further launch; layers that read the same input share a launch. Columns are s
 GPU; the last program to finish a tile sums the partial results, always in the same order.
 
 An RMS norm of the input and a residual that the output is added to need no launch either: the kernel that writes a row
-also writes the sums of its squares by tile, and the kernel that reads the row adds these up.
+also writes it multiplied with the norm's weight, and the sums of its squares by tile. The kernel that reads this row adds
+the squares up, and multiplies its sums with what is left of the norm, a factor by row.
 
 For more rows torch's products are faster, and only the adapters' terms of a gated product are added here.
 """
@@ -21,19 +22,38 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from upweight.models.kernels.launch import launch
-from upweight.models.kernels.tiles import gated_tile_of, tile_of
+from upweight.models.kernels.multiply import (
+    add_product,
+    add_products_of_pairs,
+    load_part,
+    load_squares,
+    load_tile,
+    normed,
+    scaled,
+)
+from upweight.models.kernels.tiles import GatedTile, Tile, gated_tile_of, tile_of
 
 Tensors = list[Tensor]
 MOST_RANK, MOST_LAYERS = 64, 3
-_SMALLEST_SIDE = 16  # of a matrix product on tensor cores
+_SMALLEST_SIDE, _WIDEST_SIDE = 16, 64  # of a matrix product on tensor cores, and of its left factor for all of them
 
 
 class InputNorm(NamedTuple):
-    """An RMS norm of a kernel's input, whose sums of squares are known by tile of columns, [tiles, rows]."""
+    """What is left of an RMS norm of a kernel's input: 1 / the root of the mean square, whose squares are summed by tile.
 
-    weight: Tensor
+    The input is multiplied with the norm's weight already; squares are those before that.
+    """
+
     epsilon: float
     squares_TN: Tensor
+
+
+class Outputs(NamedTuple):
+    """Outputs of layers; of one with a residual also the squares by tile, and the output times the next norm's weight."""
+
+    out_NF: Tensor
+    squares_TN: Tensor
+    weighted_NF: Tensor | None
 
 
 @torch.library.custom_op("upweight::few_rows_linears", mutates_args=())
@@ -41,7 +61,7 @@ def few_rows_linears(
     x_ND: Tensor, weights: Tensors, biases: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]
 ) -> Tensor:
     """Return the concatenated outputs of layers for rows of x, best at most `most_rows`."""
-    return linears(x_ND, weights, biases, downs, ups, scalings)[0]
+    return linears(x_ND, weights, biases, downs, ups, scalings).out_NF
 
 
 def linears(
@@ -53,39 +73,50 @@ def linears(
     scalings: list[float],
     norm: InputNorm | None = None,
     residual_NF: Tensor | None = None,
+    next_weight: Tensor | None = None,
     scales: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
-    """Return the concatenated outputs of layers for rows of x; with a residual, of one layer, also squares by tile.
+) -> Outputs:
+    """Return the concatenated outputs of layers for rows of x; a residual is added to those of one layer.
 
-    `scales`: weights are integers of 8 bits, which these multiply by output.
+    `next_weight`: the weight of the norm that comes after the residual; `scales`: weights are pairs of integers of 8
+    bits, which these multiply by output.
     """
     # All layers, or none, have a bias; all, or none, have an adapter of the same rank.
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     widths = [len(weight) for weight in weights]
-    tile = tile_of(count, depth, widths, _processors(x_ND.device), int8=bool(scales))
-    rows, columns, block, each, stages = tile
-    width, below, parts = sum(widths), triton.cdiv(count, rows), triton.cdiv(depth, each)
+    pairs = depth // 2 if scales else depth  # or inputs, of which a program adds up some
+    rank = len(downs[0]) if downs else 0
+    tile = tile_of(count, pairs, widths, _processors(x_ND.device), rank=rank, int8=bool(scales))
+    rows, columns, block, each, stages, warps = tile
+    width, below, parts = sum(widths), triton.cdiv(count, rows), triton.cdiv(pairs, each)
     tiles = [triton.cdiv(one, columns) for one in widths]
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     partials = torch.empty(sum(tiles) * below * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
     residual = residual_NF is not None
+    weighted_NF = None if next_weight is None else torch.empty_like(out)
     squares_TN = torch.empty(sum(tiles) if residual else 0, count, dtype=torch.float32, device=x_ND.device)
-    rank = len(downs[0]) if downs else 0
     launch(
         _linears_kernel, (sum(tiles) * parts, below),
         x_ND, *_three(weights), *_three(biases or [x_ND]), *_three(downs or [x_ND]), *_three(ups or [x_ND]),
         *_three(scales or [partials]), out, partials, _counters(x_ND.device), count, *_three(widths), depth, each,
         parts, *_three(scalings or [0.0]), *_norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
+        out if next_weight is None else next_weight, out if weighted_NF is None else weighted_NF,
         LAYERS=len(weights), SPLIT=parts > 1, ROWS=rows, COLUMNS=columns, DEPTH=block,
-        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual, SCALED=bool(scales),
-        num_warps=4, num_stages=stages,
+        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual,
+        WEIGHTED=weighted_NF is not None, SCALED=bool(scales), SWAPPED=_swapped(tile, scales),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out, squares_TN
+    return Outputs(out, squares_TN, weighted_NF)
 
 
-def _norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, Tensor, int, float]:
-    return (x_ND, x_ND, 0, 0.0) if norm is None else (norm.weight, norm.squares_TN, len(norm.squares_TN), norm.epsilon)
+def _norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, int, float]:
+    return (x_ND, 0, 0.0) if norm is None else (norm.squares_TN, len(norm.squares_TN), norm.epsilon)
+
+
+def _swapped(tile: Tile | GatedTile, scales: Sequence[Tensor]) -> bool:
+    """Return whether a weight is the left factor, since there are too few rows for that side of tensor cores."""
+    return tile.columns >= _WIDEST_SIDE and (tile.rows < _WIDEST_SIDE or bool(scales))
 
 
 def _tiles_of(norm: InputNorm | None) -> int:
@@ -112,19 +143,20 @@ def gated_linears(
     norm: InputNorm | None = None,
     scales: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Compute silu(gate) * up for few rows of x, or of its norm; `scales` as in `linears`."""
+    """Compute silu(gate) * up for few rows of x; `norm` and `scales` as in `linears`."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     width, rank = len(weights[0]), len(downs[0]) if downs else 0
-    rows, columns, block, stages = gated_tile_of(count, width, adapted=bool(downs), int8=bool(scales))
+    tile = gated_tile_of(count, width, adapted=bool(downs))
+    rows, columns, block, stages, warps = tile
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     launch(
         _gated_kernel, (triton.cdiv(width, columns), triton.cdiv(count, rows)),
         x_ND, *weights, *(downs or [x_ND] * 2), *(ups or [x_ND] * 2), *(scales or [x_ND] * 2), out, count, width, depth,
         *(scalings or [0.0, 0.0]), *_norm_arguments(norm, x_ND),
         ROWS=rows, COLUMNS=columns, DEPTH=block, RANK=rank, RANK_UP=_side(rank), NORM=_tiles_of(norm),
-        SCALED=bool(scales),
-        num_warps=4, num_stages=stages,
+        SCALED=bool(scales), SWAPPED=_swapped(tile, scales),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -192,44 +224,6 @@ def _silu_kernel(gate_at, up_at, out_at, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(at, row, rows, column, columns):
-    """Load the elements [row, column] of a matrix with `columns` columns; zero outside."""
-    return tl.load(
-        at + row[:, None].to(tl.int64) * columns + column[None, :],
-        mask=(row[:, None] < rows) & (column[None, :] < columns), other=0.0,
-    )  # fmt: skip
-
-
-@triton.jit
-def _scaled(sums, at, column, width, SCALED: tl.constexpr):
-    """Multiply the sums over integers of a weight, one number for each column of the output."""
-    if SCALED:
-        sums *= tl.load(at + column, mask=column < width, other=0.0)[None, :]
-    return sums
-
-
-@triton.jit
-def _inverse_rms(squares_at, tiles, row, rows, depth, epsilon, TILES: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + epsilon) of each row, from the sums of its squares by tile."""
-    tile = tl.arange(0, TILES)
-    squares = tl.load(
-        squares_at + tile[:, None] * rows + row[None, :],
-        mask=(tile[:, None] < tiles) & (row[None, :] < rows), other=0.0,
-    )  # fmt: skip
-    return 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
-
-
-@triton.jit
-def _load_normed(x_at, row, rows, column, columns, scale, norm_at, NORM: tl.constexpr):
-    """Load a tile of x, or of its RMS norm, rounded as a norm's output is."""
-    x = _load_tile(x_at, row, rows, column, columns)
-    if NORM > 0:
-        weight = tl.load(norm_at + column, mask=column < columns, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) * scale[:, None] * weight[None, :]).to(x.dtype)
-    return x
-
-
-@triton.jit
 def _summed_parts(first_at, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum the partial results of a tile, which are stored one after the other."""
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -240,10 +234,10 @@ def _summed_parts(first_at, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    sums, bias_at, out_at, residual_at, squares_at, row, count, column, width, before, total,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    sums, bias_at, out_at, residual_at, squares_at, next_at, weighted_at, row, count, column, width, before, total,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of the output, added to a residual if there is one, and then the sums of the squares of its rows."""
+    """Store a tile of the output, added to a residual if there is one, and then what the next norm needs of it."""
     if BIAS:
         sums += tl.load(bias_at + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     inside = (row[:, None] < count) & (column[None, :] < width)
@@ -254,6 +248,9 @@ def _store_rows(
         out = (out.to(tl.float32) + residual).to(out_at.dtype.element_ty)
         squares = tl.sum(tl.where(inside, out.to(tl.float32) * out.to(tl.float32), 0.0), 1)
         tl.store(squares_at + row, squares, mask=row < count)
+    if WEIGHTED:
+        weight = tl.load(next_at + column, mask=column < width, other=0.0).to(tl.float32)
+        tl.store(weighted_at + place, (out.to(tl.float32) * weight[None, :]).to(out.dtype), mask=inside)
     tl.store(out_at + place, out, mask=inside)
 
 
@@ -262,10 +259,10 @@ def _store_rows(
 def _linears_kernel(
     x_at, weight_at, weight_1, weight_2, bias_at, bias_1, bias_2, down_at, down_1, down_2, up_at, up_1, up_2,
     scale_at, scale_1, scale_2, out_at, partials_at, counters, count, width, width_1, width_2, depth, each, parts,
-    scaling, scaling_1, scaling_2, norm_at, squares_at, square_tiles, epsilon, residual_at, new_squares_at,
+    scaling, scaling_1, scaling_2, squares_at, square_tiles, epsilon, residual_at, new_squares_at, next_at, weighted_at,
     LAYERS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     RANK: tl.constexpr, RANK_UP: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    SCALED: tl.constexpr,
+    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     part, tile = tl.program_id(0) % parts, tl.program_id(0) // parts
     layer_tile, before, total = tile, 0, width
@@ -284,20 +281,30 @@ def _linears_kernel(
     column = layer_tile * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
-    scale = row
+    squares = row
     if NORM > 0:
-        scale = _inverse_rms(squares_at, square_tiles, row, count, depth, epsilon, NORM)
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        squares = load_squares(squares_at, square_tiles, row, count, NORM)
+    sums = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
-    for start in range(part * each, tl.minimum(part * each + each, depth), DEPTH):
+    pairs = depth // 2 if SCALED else depth
+    for start in range(part * each, tl.minimum(part * each + each, pairs), DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = _load_normed(x_at, row, count, at, depth, scale, norm_at, NORM)
-        sums = tl.dot(x, tl.trans(_load_tile(weight_at, column, width, at, depth).to(x.dtype)), sums)
+        if SCALED:
+            x = load_part(x_at, row, count, at, pairs, depth)
+            second = load_tile(x_at, row, count, at + pairs, depth)
+            sums = add_products_of_pairs(x, second, load_tile(weight_at, column, width, at, pairs), sums, SWAPPED)
+            if RANK > 0:
+                narrow = tl.dot(second, tl.trans(load_tile(down_at, in_rank, RANK, at + pairs, depth)), narrow)
+        else:
+            x = load_tile(x_at, row, count, at, depth)
+            sums = add_product(x, load_tile(weight_at, column, width, at, depth), sums, SWAPPED)
         if RANK > 0:
-            narrow = tl.dot(x, tl.trans(_load_tile(down_at, in_rank, RANK, at, depth)), narrow)
-    sums = _scaled(sums, scale_at, column, width, SCALED)
+            narrow = tl.dot(x, tl.trans(load_tile(down_at, in_rank, RANK, at, depth)), narrow)
+    if SWAPPED:
+        sums = tl.trans(sums)
+    sums = scaled(sums, scale_at, column, width, SCALED)
     if RANK > 0:
-        up = _load_tile(up_at, column, width, in_rank, RANK)
+        up = load_tile(up_at, column, width, in_rank, RANK)
         sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
     last = True
     if SPLIT:
@@ -311,43 +318,58 @@ def _linears_kernel(
             tl.store(counters + index, 0)
     if last:
         _store_rows(
-            sums, bias_at, out_at, residual_at, new_squares_at + tile * count, row, count, column, width, before, total,
-            BIAS, RESIDUAL,
+            normed(sums, squares, depth, epsilon, NORM), bias_at, out_at, residual_at, new_squares_at + tile * count,
+            next_at, weighted_at, row, count, column, width, before, total, BIAS, RESIDUAL, WEIGHTED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "square_tiles"])
 def _gated_kernel(
     x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, gate_scale, up_scale, out_at, count, width, depth,
-    gate_scaling, up_scaling, norm_at, squares_at, square_tiles, epsilon,
+    gate_scaling, up_scaling, squares_at, square_tiles, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
-    scale = row
+    squares = row
     if NORM > 0:
-        scale = _inverse_rms(squares_at, square_tiles, row, count, depth, epsilon, NORM)
-    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        squares = load_squares(squares_at, square_tiles, row, count, NORM)
+    gate = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     gate_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     up_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
-    for start in range(0, depth, DEPTH):
+    pairs = depth // 2 if SCALED else depth
+    for start in range(0, pairs, DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = _load_normed(x_at, row, count, at, depth, scale, norm_at, NORM)
-        gate = tl.dot(x, tl.trans(_load_tile(gate_at, column, width, at, depth).to(x.dtype)), gate)
-        up = tl.dot(x, tl.trans(_load_tile(up_at, column, width, at, depth).to(x.dtype)), up)
+        if SCALED:
+            x = load_part(x_at, row, count, at, pairs, depth)
+            second = load_tile(x_at, row, count, at + pairs, depth)
+            gate = add_products_of_pairs(x, second, load_tile(gate_at, column, width, at, pairs), gate, SWAPPED)
+            up = add_products_of_pairs(x, second, load_tile(up_at, column, width, at, pairs), up, SWAPPED)
+            if RANK > 0:
+                down = load_tile(gate_down, in_rank, RANK, at + pairs, depth)
+                gate_narrow = tl.dot(second, tl.trans(down), gate_narrow)
+                down = load_tile(up_down, in_rank, RANK, at + pairs, depth)
+                up_narrow = tl.dot(second, tl.trans(down), up_narrow)
+        else:
+            x = load_tile(x_at, row, count, at, depth)
+            gate = add_product(x, load_tile(gate_at, column, width, at, depth), gate, SWAPPED)
+            up = add_product(x, load_tile(up_at, column, width, at, depth), up, SWAPPED)
         if RANK > 0:
-            gate_narrow = tl.dot(x, tl.trans(_load_tile(gate_down, in_rank, RANK, at, depth)), gate_narrow)
-            up_narrow = tl.dot(x, tl.trans(_load_tile(up_down, in_rank, RANK, at, depth)), up_narrow)
-    gate = _scaled(gate, gate_scale, column, width, SCALED)
-    up = _scaled(up, up_scale, column, width, SCALED)
+            gate_narrow = tl.dot(x, tl.trans(load_tile(gate_down, in_rank, RANK, at, depth)), gate_narrow)
+            up_narrow = tl.dot(x, tl.trans(load_tile(up_down, in_rank, RANK, at, depth)), up_narrow)
+    if SWAPPED:
+        gate, up = tl.trans(gate), tl.trans(up)
+    gate = scaled(gate, gate_scale, column, width, SCALED)
+    up = scaled(up, up_scale, column, width, SCALED)
     if RANK > 0:
-        wide = _load_tile(gate_up, column, width, in_rank, RANK)
+        wide = load_tile(gate_up, column, width, in_rank, RANK)
         gate += tl.dot(gate_narrow.to(wide.dtype), tl.trans(wide)) * gate_scaling
-        wide = _load_tile(up_up, column, width, in_rank, RANK)
+        wide = load_tile(up_up, column, width, in_rank, RANK)
         up += tl.dot(up_narrow.to(wide.dtype), tl.trans(wide)) * up_scaling
+    gate, up = normed(gate, squares, depth, epsilon, NORM), normed(up, squares, depth, epsilon, NORM)
     _store_gated(gate, up, out_at, row, count, column, width)
 
 
@@ -370,13 +392,13 @@ def _gated_lora_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
-    gate = _load_tile(gate_at, row, count, column, width).to(tl.float32)
-    up = _load_tile(up_at, row, count, column, width).to(tl.float32)
+    gate = load_tile(gate_at, row, count, column, width).to(tl.float32)
+    up = load_tile(up_at, row, count, column, width).to(tl.float32)
     if RANK > 0:
         inside = (row[:, None] < count) & (in_rank[None, :] < RANK)
         narrow_at += row[:, None] * 2 * RANK + in_rank[None, :]
         narrow = tl.load(narrow_at, mask=inside, other=0.0)
-        gate += tl.dot(narrow, tl.trans(_load_tile(gate_up, column, width, in_rank, RANK))) * gate_scaling
+        gate += tl.dot(narrow, tl.trans(load_tile(gate_up, column, width, in_rank, RANK))) * gate_scaling
         narrow = tl.load(narrow_at + RANK, mask=inside, other=0.0)
-        up += tl.dot(narrow, tl.trans(_load_tile(up_up, column, width, in_rank, RANK))) * up_scaling
+        up += tl.dot(narrow, tl.trans(load_tile(up_up, column, width, in_rank, RANK))) * up_scaling
     _store_gated(gate, up, out_at, row, count, column, width)

@@ -13,21 +13,21 @@ MIN_GATED_OUTPUTS = 4096  # outputs below which the tiles of a gated product wou
 _MOST_ROWS, _MOST_MULTIPLICATIONS = 512, 3_000_000_000
 _TILE_ROWS = (16, 32, FEW_ROWS)  # each further size would be compiled for itself
 _DEPTH = 128  # of x and of a weight in a step of a program; half of it where a processor is to hold two programs
-_WIDE = 3072  # inputs or outputs of one layer beyond which a tile has twice the columns
-_WIDE_SIBLINGS, _WIDE_GATED = 4096, 16_384  # outputs of layers that share an input, and of a gate
-_SMALL, _UNSPLIT = 1_000_000, 1024  # weights of a layer in all, and inputs that one program reads
-_MOST_PARTS = 8
-_STAGES_OF_INT8 = 2  # more of them, since a stage of weights in 8 bits has half the bytes; not measured
+_WIDE_GATED = 16_384  # outputs of a gate beyond which a tile has half the columns
+_SMALL, _UNSPLIT_SMALL, _UNSPLIT = 1_000_000, 1024, 2048  # weights of a layer in all, and inputs that one program reads
+_MOST_PARTS, _MOST_STAGES = 8, 6
+_SHARED_MEMORY = 220 * 1024  # bytes of a processor that the stages of a program may take
 
 
 class Tile(NamedTuple):
-    """The rows and columns that a program computes, the columns of x of a step and in all, and stages of its loads."""
+    """The rows and columns that a program computes, the columns of x of a step and in all, and how it runs."""
 
     rows: int
     columns: int
     block: int
     depth: int
     stages: int
+    warps: int = 4
 
 
 class GatedTile(NamedTuple):
@@ -37,6 +37,7 @@ class GatedTile(NamedTuple):
     columns: int
     block: int
     stages: int
+    warps: int = 4
 
 
 def most_rows(depth: int, width: int) -> int:
@@ -44,47 +45,42 @@ def most_rows(depth: int, width: int) -> int:
     return max(FEW_ROWS, min(_MOST_ROWS, _MOST_MULTIPLICATIONS // (depth * width)))
 
 
-def tile_of(count: int, depth: int, widths: list[int], processors: int, *, int8: bool = False) -> Tile:
-    """Return the tile for so many rows of x and for layers of these widths, which share it."""
-    tile = _tile_of(count, depth, widths, processors)
-    return tile._replace(stages=tile.stages + _STAGES_OF_INT8) if int8 else tile
+def tile_of(count: int, depth: int, widths: list[int], processors: int, *, rank: int = 0, int8: bool = False) -> Tile:
+    """Return the tile for so many rows of x and for layers of these widths, which share it.
 
-
-def _tile_of(count: int, depth: int, widths: list[int], processors: int) -> Tile:
-    """Return the tile for weights in half precision."""
+    `depth`: inputs, or pairs of them where the weights are in 8 bits; `rank`: of adapters.
+    """
     rows, width = _tile_rows(count), sum(widths)
-    below = _ceil_div(count, rows)
+    below, inputs = _ceil_div(count, rows), 2 if int8 else 1
     if depth * width <= _SMALL and below == 1:  # read in a few microseconds, of which merging parts would be one
-        if depth <= _UNSPLIT:
+        if depth <= _UNSPLIT_SMALL:
             return Tile(_TILE_ROWS[0], 32, _DEPTH // 2, _whole_blocks(depth, _DEPTH // 2), 5)
         return Tile(rows, 16, _DEPTH, _whole_blocks(_ceil_div(depth, 2), _DEPTH), 5)
-    if len(widths) > 1:  # whose x is normed by each of its tiles of columns
-        wide = min(widths) >= 2 * FEW_ROWS and (width > _WIDE_SIBLINGS or below > 1)
-        columns, block = 128 if wide else 32, _DEPTH // 2
-        most_programs = 1.7 * processors if below == 1 else 1.1 * processors
+    columns, parts = 64, 1
+    if len(widths) > 1 or depth <= _UNSPLIT:
+        fitting = (columns for columns in (16, 32, 64) if below * _tiles(widths, columns) <= processors)
+        columns = next(fitting, 128)
     else:
-        fills_gpu = below * _ceil_div(width, 32) > processors
-        columns = 64 if max(width, depth) > _WIDE or fills_gpu else 32
-        most_programs = 2 * processors if rows < FEW_ROWS else processors
-        block = _DEPTH if below * _ceil_div(width, columns) <= processors else _DEPTH // 2
-    programs = below * sum(_ceil_div(one, columns) for one in widths)
-    parts = min(max(1, int(most_programs / programs)), _MOST_PARTS)
-    return Tile(rows, columns, block, _whole_blocks(_ceil_div(depth, parts), block), 4)
+        parts = max(1, min(processors // (below * _tiles(widths, columns)), _MOST_PARTS))
+    stages = _SHARED_MEMORY // (2 * _DEPTH * ((rows + rank) * inputs + columns))
+    warps = 8 if rows * columns > FEW_ROWS * FEW_ROWS else 4
+    return Tile(rows, columns, _DEPTH, _whole_blocks(_ceil_div(depth, parts), _DEPTH), min(stages, _MOST_STAGES), warps)
 
 
-def gated_tile_of(count: int, width: int, *, adapted: bool, int8: bool = False) -> GatedTile:
+def gated_tile_of(count: int, width: int, *, adapted: bool) -> GatedTile:
     """Return the tile of a gated product for so many rows of x, with or without adapters."""
-    rows = _TILE_ROWS[0] if count <= _TILE_ROWS[0] else FEW_ROWS  # 32 rows would read x too often
-    stages = (3 if width > _WIDE_GATED else 4) + (_STAGES_OF_INT8 if int8 else 0)
+    rows, block, wide = _tile_rows(count), _DEPTH // 2, width > _WIDE_GATED
     if width < MIN_GATED_OUTPUTS:
-        columns = 16
-    elif adapted:
-        columns = 64
-    elif rows < FEW_ROWS:
-        columns = 32
-    else:
-        columns = 64 if width > _WIDE_GATED else 128
-    return GatedTile(rows, columns, _DEPTH // 2, stages)
+        return GatedTile(_TILE_ROWS[0] if count <= _TILE_ROWS[0] else FEW_ROWS, 16, block, 4)
+    if rows == _TILE_ROWS[0]:
+        return GatedTile(rows, 32, _DEPTH, 3)
+    if wide or adapted or count > FEW_ROWS:
+        return GatedTile(rows, 64, block, 3)
+    return GatedTile(rows, 128, block, 5)
+
+
+def _tiles(widths: list[int], columns: int) -> int:
+    return sum(_ceil_div(width, columns) for width in widths)
 
 
 def _tile_rows(count: int) -> int:
