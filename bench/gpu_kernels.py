@@ -21,12 +21,12 @@ from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.models.kernels import linear as kernel
 from upweight.models.kernels.int8_weights import quantised
-from upweight.models.kernels.tiles import FEW_ROWS
+from upweight.models.kernels.tiles import FEW_INT8_ROWS, FEW_ROWS
 from upweight.sampler.kernels.paged_attention import paged_step
 from upweight.sampler.pages import PAGE
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}
-ROWS = (16, 64, 128, 256, 512)
+ROWS = (16, 32, 64, 128, 256, 512)
 RANK, SCALING = 16, 2.0
 CACHE = 400_000_000  # bytes that no cache holds
 ATTENTION = [(64, 256, 128), (256, 256, 128), (32, 2048, 512)]  # slots, tokens of a prompt, of a completion
@@ -118,7 +118,7 @@ def layers(shape: str) -> Iterator[dict[str, Any]]:
                 ours = microseconds([partial(one.ours, x_ND) for one in all_layers])
                 apart = microseconds([partial(one.apart, x_ND) for one in all_layers])
                 line = {"name": f"{shape}_{kind}", "rows": rows, "rank": RANK if adapted else 0, "ours_us": ours}
-                if rows <= FEW_ROWS:
+                if rows <= FEW_INT8_ROWS:
                     line["int8_us"] = microseconds([partial(one.in_int8, x_ND) for one in all_layers])
                 yield line | {"apart_us": apart, "ratio": round(apart / ours, 2)}
 

@@ -182,8 +182,10 @@ def measured(copies: Copies, rows: int) -> dict[str, Any]:
     x_ND, norm, residual_NF = inputs(layer, rows)
     calls = [partial(copies.call, number, x_ND, norm, residual_NF) for number in range(len(copies.weights))]
     today: Any = (
-        gated_tile_of(rows, layer.widths[0], adapted=False) if layer.gated
-        else tile_of(rows, layer.depth // (1 + copies.int8), layer.widths, PROCESSORS)
+        gated_tile_of(rows, layer.widths[0], rank=layer.rank, int8=copies.int8) if layer.gated
+        else tile_of(
+            rows, layer.depth // (1 + copies.int8), layer.widths, PROCESSORS, rank=layer.rank, int8=copies.int8
+        )
     )  # fmt: skip
     line: dict[str, Any] = {"name": f"{layer.shape}_{layer.kind}", "rows": rows, "rank": layer.rank}
     line["int8"] = copies.int8

@@ -20,7 +20,7 @@ from upweight.models.kernels.fused_layers import epsilon_of, is_gated_mlp, is_rm
 from upweight.models.kernels.int8_weights import Int8Weights
 from upweight.models.kernels.launch import only_compiling
 from upweight.models.kernels.lora_linear import few_rows, is_few
-from upweight.models.kernels.tiles import FEW_ROWS
+from upweight.models.kernels.tiles import FEW_ROWS, most_gated_rows
 from upweight.models.modules import replaced_forwards
 from upweight.sampler.attention import RotatingAttention, Rotation, running_attention
 from upweight.sampler.forward import CachedForward
@@ -52,10 +52,9 @@ def usual_layers(forward: CachedForward) -> list[nn.Module]:
 
 
 def products(forward: CachedForward) -> list[nn.Module]:
-    """Return the linear layers of all decoder layers; raise where these have another form."""
-    blocks = [(layer.get_submodule("self_attn"), layer.get_submodule("mlp")) for layer in usual_layers(forward)]
-    linear = [getattr(attention, name) for attention, _ in blocks for name in sorted(_PROJECTIONS)]
-    linear += [getattr(mlp, name) for _, mlp in blocks for name in sorted(_MLP_PROJECTIONS)]
+    """Return the linear layers of all MLPs, which are most of the weights; raise where layers have another form."""
+    blocks = [layer.get_submodule("mlp") for layer in usual_layers(forward)]
+    linear = [getattr(mlp, name) for mlp in blocks for name in sorted(_MLP_PROJECTIONS)]
     if not linear or any(type(getattr(one, "base_layer", one)) is not nn.Linear for one in linear):
         name = type(forward.base).__name__
         problem = f"weights are read in 8 bits in decoder layers of the form of Llama, and {name} has others"
@@ -211,7 +210,7 @@ class FusedDecoder:
             normed_ND = norm(x_ND)
             return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
         weights, _, downs, ups, scalings = parts
-        if len(x_ND) <= FEW_ROWS:
+        if len(x_ND) <= (FEW_ROWS if downs else most_gated_rows(len(weights[0]))):
             x_ND, rest = self._normed(x_ND, norm, known)
             weights, scales = self._read(x_ND, [mlp.gate_proj, mlp.up_proj], weights)
             return few_rows.gated_linears(x_ND, weights, downs, ups, scalings, rest, scales)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from upweight.models.kernels.lora_linear import few_rows, is_half_inference
-from upweight.models.kernels.tiles import FEW_ROWS
+from upweight.models.kernels.tiles import FEW_INT8_ROWS
 
 _LARGEST = 127
 
@@ -53,8 +53,9 @@ class Int8Weights:
             self._copied_from[layer] = state
 
     def of(self, x_ND: Tensor, layers: Sequence[nn.Module]) -> list[Int8Weight]:
-        """Return the weights that layers read for rows of x; none where rows are so many that reading takes no time."""
-        return [self._copies[_linear(layer)] for layer in layers] if _reads_8_bits(x_ND) else []
+        """Return the copies that layers read for rows of x; none where there are no copies, or so many rows."""
+        copies = [self._copies.get(_linear(layer)) for layer in layers] if _reads_8_bits(x_ND) else []
+        return [copy for copy in copies if copy is not None]
 
     def forwards(self) -> dict[nn.Module, Callable[..., Tensor]]:
         """Return forwards of the layers that read the copies, for where no kernel does."""
@@ -93,7 +94,7 @@ def _adapter_forward(stock: Callable[..., Tensor], layer: Any, x: Tensor, *args:
 
 
 def _reads_8_bits(x: Tensor) -> bool:
-    return x.numel() <= FEW_ROWS * x.shape[-1]
+    return x.numel() <= FEW_INT8_ROWS * x.shape[-1]
 
 
 def _linear(layer: Any) -> Any:

@@ -147,7 +147,7 @@ def gated_linears(
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     width, rank = len(weights[0]), len(downs[0]) if downs else 0
-    tile = gated_tile_of(count, width, adapted=bool(downs))
+    tile = gated_tile_of(count, width, rank=rank, int8=bool(scales))
     rows, columns, block, stages, warps = tile
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     launch(

@@ -74,7 +74,9 @@ def paged_step(
 def _blocks(pairs: int, wide: int, capacity: int, page: int) -> tuple[int, int, int, int, int]:
     """Return the keys of a block, warps and stages, the most parts of a slot's keys, and the fewest keys of a part."""
     # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
-    columns, warps, stages, parts, least = 32, 2, 4, 2 * _PROGRAMS // pairs, _KEYS
+    columns, warps, stages, parts, least = 32, 2, 3, 2 * _PROGRAMS // pairs, _KEYS
+    if pairs >= 4 * _PROGRAMS:
+        warps, stages = 1, 2
     if wide > _LONG_KEY:
         columns, warps, stages = 64, 4, 2
     if pairs < _PROGRAMS:
