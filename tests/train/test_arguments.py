@@ -80,6 +80,7 @@ REACHES = [
     ({**EVALUATED, "eval_on_start": True}, {"eval_on_start": True}),
     ({**EVALUATED, "eval_samples": 2}, {"eval_on_start": True}),
     ({"seed": 7}, {"seed": 7, "data_seed": 7}),
+    ({"seed": 7, "data_seed": 3}, {"seed": 7, "data_seed": 3}),
     ({"torch_empty_cache_steps": 4}, {"torch_empty_cache_steps": 4}),
     ({"ddp_timeout": 99}, {"ddp_timeout": 99}),
     ({"ddp_bucket_cap_mb": 30}, {"ddp_bucket_cap_mb": 30}),

@@ -78,7 +78,6 @@ def training_arguments(
         max_steps=optim.max_steps or -1,
         **_optimizer_arguments(optim, more_is_better=more_is_better),
         warmup_steps=_warmup_steps(config, total),
-        data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
         tf32=tf32 if torch.cuda.is_available() else None,
         use_cpu=use_cpu,
@@ -132,6 +131,7 @@ def _fixed_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments that every run sets: the Trainer sees one batch per step, which `StepRunner` splits."""
     return {
         "per_device_train_batch_size": step_size(config),
+        "data_seed": config.order_seed,
         "gradient_accumulation_steps": 1,
         "learning_rate": config.optim.learning_rate or 0.0,
         "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use

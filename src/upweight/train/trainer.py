@@ -173,8 +173,8 @@ class MethodTrainer(Trainer):
             options = {"compare": not self.shuffle, "drop_last": args.dataloader_drop_last}
             self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, **options)
             return self.feed_loader
-        rows = len(self.train_dataset)
-        self.sampler = StepBatchSampler(rows, batch, args.seed, self.shuffle, args.dataloader_drop_last, steps_done)
+        rows, seed = len(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
+        self.sampler = StepBatchSampler(rows, batch, seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
             remedy = "Lower 'micro_batch_size' or 'gradient_accumulation_steps', or drop 'dataloader_drop_last'."
             raise UserError(f"datasets: {counted(rows, 'row')} cannot fill one batch of {batch}. {remedy}")

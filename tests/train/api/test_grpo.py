@@ -76,6 +76,13 @@ def lora():
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+def test_data_seed_orders_the_prompts(folder):
+    def order(**seeds):
+        return grpo(folder, **seeds).rollouts.producer.order.take(len(ROWS))
+
+    assert order(seed=1, data_seed=5) == order(seed=5) != order(seed=1)
+
+
 def history(trainer, *names):
     return [tuple(entry[name] for name in names) for entry in trainer.state.log_history if "loss" in entry]
 

@@ -200,7 +200,7 @@ def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[Pr
         fed = FedPrompts(rows, rows.epoch_rows or max(completions // plan.group_size, 1))
         return fed, fed
     ordered = config.data.curriculum or config.data.curriculum_column is not None
-    return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
+    return rows, PromptOrder(len(rows), config.order_seed, shuffle=not ordered)
 
 
 def _completion_source(  # noqa: PLR0917
