@@ -36,9 +36,9 @@ from upweight.runs.files import read_json
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
+ATTENTION = "attn_implementation"
 MOST_NAMED = 5  # tokens in a message
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-
 # What transformers logs before the error of a package that is missing, which `load_failures` words with its remedy.
 logging.getLogger("transformers.modeling_gguf_pytorch_utils").addFilter(
     lambda record: not record.getMessage().startswith("Loading a GGUF checkpoint in PyTorch, requires")
@@ -200,7 +200,7 @@ def load_model(
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
-    options: dict[str, Any] = {**hub_options(section), **section.load_options, **_attention_args(section.attention)}
+    options: dict[str, Any] = {**hub_options(section), **section.load_options, ATTENTION: _attention(section)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
     if gguf_file is not None:  # dequantised, so that weights can be trained
@@ -238,16 +238,16 @@ def load_model(
     return model
 
 
-def _attention_args(name: str | None) -> dict[str, str]:
-    """Return the `from_pretrained` argument of the configured attention, where it is available."""
-    problem = None
+def _attention(section: ModelSection) -> Any:
+    """Return the attention that is asked for; None, which leaves it to transformers, where it is not available."""
+    name, problem = section.load_options.get(ATTENTION, section.attention), None
     if name == "flex_attention" and not torch.cuda.is_available():
         problem = "needs a GPU, and none is visible"
-    elif name in FLASH and not (FLASH[name]() or is_kernels_available()):
+    elif ((name in FLASH and not FLASH[name]()) or "/" in str(name)) and not is_kernels_available():
         problem = "is not installed"
     if problem is not None:
-        warn_once(f"attn_implementation: {name} {problem}; sdpa is used instead")
-    return {} if name is None or problem is not None else {"attn_implementation": name}
+        warn_once(f"{ATTENTION}: {name} {problem}; packed rows have attention kernels of their own, else sdpa is used")
+    return name if problem is None else None
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
