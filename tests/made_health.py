@@ -25,7 +25,8 @@ ENDS = {"reward_min": 0.0, "reward_max": 1.0}
 
 # name of a verdict, healthy values of that kind of run, what they are after step 20: numbers, or functions of the step
 SICK = [
-    ("solved", {**HEALTHY, **ENDS}, {**ALL_ALIKE, "reward": 1.0, "sampling/entropy": 0.001, "completions/distinct_share": 0.1}),
+    ("solved", {**HEALTHY, **ENDS},
+     {**ALL_ALIKE, "reward": 1.0, "sampling/entropy": 0.001, "completions/distinct_share": 0.1}),
     ("solved", {**HEALTHY, **ENDS},
      {"reward": 0.95, "reward_std": 0.2, "frac_reward_zero_std": 0.85}),
     ("no signal", HEALTHY, ALL_ALIKE),
@@ -36,9 +37,10 @@ SICK = [
     ("empty answers", {**HEALTHY, "completions/empty_share": 1.0, "sampling/entropy": 0.02}, {}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "sampling/entropy": 0.001}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "completions/distinct_share": 0.15}),
-    ("mode collapse", HEALTHY, {**ALL_ALIKE, "completions/distinct_share": lambda step: 0.35 if step % 4 == 0 else 0.15}),
+    ("mode collapse", HEALTHY,
+     {**ALL_ALIKE, "completions/distinct_share": lambda step: 0.35 if step % 4 == 0 else 0.15}),
     ("mode collapse", {**HEALTHY, **ENDS}, {**ALL_ALIKE, "reward": 0.02, "sampling/entropy": 0.03}),
-    ("mode collapse", {**HEALTHY, "reward": -0.5, "reward_min": -1.0, "reward_max": 1.0},  # one wrong answer, no penalty
+    ("mode collapse", {**HEALTHY, "reward": -0.5, "reward_min": -1.0, "reward_max": 1.0},  # one wrong answer
      {**ALL_ALIKE, "reward": 0.0, "sampling/entropy": 0.03, "completions/distinct_share": 0.125}),
     ("reward at zero", {**HEALTHY, "reward": 0.0, "reward_std": 0.0}, {**ALL_ALIKE, "reward": 0.0}),
     ("low entropy", HEALTHY, {"sampling/entropy": 0.03}),
