@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def recording(
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
         record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
     show_metrics_in_notebook(trainer)
+    before, trainer.between_batches = trainer.between_batches, partial(stop.leave_evaluation, trainer)
     for callback in callbacks:
         trainer.add_callback(callback)
     if not objects.from_script:  # a script has its trackers' errors as they are
@@ -159,6 +161,7 @@ def recording(
             if objects.from_script:  # whose process ends after a signal
                 stop.exit_if_signalled(trainer.state)
     finally:
+        trainer.between_batches = before
         for callback in callbacks:
             if callback in trainer.callback_handler.callbacks:  # a resume replaces some
                 trainer.remove_callback(callback)
