@@ -25,7 +25,7 @@ from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
-from upweight.log import logger, warn_once
+from upweight.log import inform_once, logger, warn_once
 from upweight.models.first_look import broken_weights, packed_remedy, stored_quantised
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.modules import dropout_rates
@@ -311,7 +311,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     added = [repr(token) for token in tokenizer.convert_ids_to_tokens(list(range(before, len(tokenizer))))]
     named = ", ".join(added[:MOST_NAMED]) + (", ..." if len(added) > MOST_NAMED else "")
     count = "the token" if len(added) == 1 else f"the {len(added)} tokens"
-    logger.info("embeddings: %s, for %s that the model does not know: %s", rows, count, named)
+    inform_once(f"embeddings: {rows}, for {count} that the model does not know: {named}")
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -86,6 +86,7 @@ def training_arguments(
         logging_steps=run.logging_steps or min(max(total // 200, 1), 10),
         logging_first_step=True,
         disable_tqdm=True,
+        log_level_replica="passive",  # as quiet as rank 0; by default other ranks show warnings
         metric_for_best_model=metric,
         greater_is_better=more_is_better,
         **_save_and_eval_schedule(config, steps_per_epoch),
