@@ -85,6 +85,22 @@ def test_a_signal_ends_a_script_with_a_checkpoint_from_which_it_goes_on(number, 
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
 
 
+def test_a_second_interrupt_in_a_notebook_is_told_without_the_frames_of_a_step(folder, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    trainer = dpo(folder, callbacks=[AtStep(twice)])
+    with pytest.raises(KeyboardInterrupt, match="ended at once, without saving") as ended:
+        trainer.train()
+    assert len(ended.traceback) < 10  # and not the thirty of transformers and torch
+    assert ended.value.__suppress_context__
+    assert "eval_num_tokens" in trainer.evaluate(ROWS["pairs"])
+    assert "eval_num_tokens" not in dpo(folder).evaluate(ROWS["pairs"])
+
+
 class AtEvaluation(TrainerCallback):
     """Acts between the batches of evaluations."""
 
