@@ -359,7 +359,7 @@ def test_order_and_optimizer_are_the_scripts(folder):
     [
         ({"reward_funcs": []}, "reward_funcs: empty"),
         ({"reward_funcs": 3}, "reward_funcs: a int"),
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 reward "),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 reward"),
         ({"rows": [{"question": "a"}]}, "train_dataset, row 0, 'prompt'"),
         ({"rows": iter([])}, "train_dataset: expected"),
         ({"reward_funcs": lambda completions, answers_of: [0.0]}, "needs the column 'answers_of'"),
