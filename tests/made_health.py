@@ -21,11 +21,13 @@ DISTILLED = {"loss": 0.5, "grad_norm": 2.0, "distill/agreement": 0.7, "distill/t
              "distill/forward_kl": 0.4, "distill/reverse_kl": 0.5}  # fmt: skip
 ALL_ALIKE = {"reward": 0.35, "frac_reward_zero_std": 1.0, "reward_std": 0.0, "group_reward_std": 0.0,
              "grad_norm": 0.0}  # fmt: skip
+ENDS = {"reward_min": 0.0, "reward_max": 1.0}
 
 # name of a verdict, healthy values of that kind of run, what they are after step 20: numbers, or functions of the step
 SICK = [
-    ("solved", HEALTHY, {**ALL_ALIKE, "reward": 1.0, "sampling/entropy": 0.001, "completions/distinct_share": 0.1}),
-    ("solved", {**HEALTHY, "reward_min": 0.0, "reward_max": 1.0},
+    ("solved", {**HEALTHY, **ENDS},
+     {**ALL_ALIKE, "reward": 1.0, "sampling/entropy": 0.001, "completions/distinct_share": 0.1}),
+    ("solved", {**HEALTHY, **ENDS},
      {"reward": 0.95, "reward_std": 0.2, "frac_reward_zero_std": 0.85}),
     ("no signal", HEALTHY, ALL_ALIKE),
     ("no signal so far", {**HEALTHY, "frac_reward_zero_std": lambda step: float(step < 19)}, {}),
@@ -35,6 +37,11 @@ SICK = [
     ("empty answers", {**HEALTHY, "completions/empty_share": 1.0, "sampling/entropy": 0.02}, {}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "sampling/entropy": 0.001}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "completions/distinct_share": 0.15}),
+    ("mode collapse", HEALTHY,
+     {**ALL_ALIKE, "completions/distinct_share": lambda step: 0.35 if step % 4 == 0 else 0.15}),
+    ("mode collapse", {**HEALTHY, **ENDS}, {**ALL_ALIKE, "reward": 0.02, "sampling/entropy": 0.03}),
+    ("mode collapse", {**HEALTHY, "reward": -0.5, "reward_min": -1.0, "reward_max": 1.0},  # one wrong answer
+     {**ALL_ALIKE, "reward": 0.0, "sampling/entropy": 0.03, "completions/distinct_share": 0.125}),
     ("reward at zero", {**HEALTHY, "reward": 0.0, "reward_std": 0.0}, {**ALL_ALIKE, "reward": 0.0}),
     ("low entropy", HEALTHY, {"sampling/entropy": 0.03}),
     ("rewards draw together", HEALTHY, {"group_reward_std": 0.05}),

@@ -41,6 +41,9 @@ class RowSection(Section):
     shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")
     shuffle_before_merging: bool = setting("shuffle_before_merging_datasets", False, "Shuffle datasets before merging.")
     curriculum: bool = setting("curriculum_sampling", False, "Train on the rows in their order, without shuffling.")
+    order_seed: int | None = setting(
+        "data_seed", None, "Seed of the order of the rows that are trained on; when left out: `seed`.", ge=0, lt=2**32
+    )
     sequence_len: PositiveInt = setting("sequence_len", 512, "Longest sequence in tokens, prompt included.")
     eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
     min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)

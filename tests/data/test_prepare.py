@@ -135,6 +135,7 @@ def test_shuffling_is_seeded_and_can_be_left_out(run):
     assert sorted(first) == sorted(in_order)
     assert asked(run, run(seed=1, skip_prepare_dataset=True)) == first
     assert asked(run, run(seed=2)) != first
+    assert asked(run, run(seed=2, data_seed=1)) == first
 
 
 def test_mixtures_keep_or_mix_their_parts(run):

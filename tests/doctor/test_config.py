@@ -93,8 +93,10 @@ def test_rows_that_were_left_out_do_not_exceed_the_positions_of_the_model(model_
 
 def test_a_model_that_is_not_there_is_told_once(tmp_path):
     checked = found(write_online(tmp_path, "nobody/nothing"))
-    assert (checked["memory"].level, checked["data"].level) == ("alarm", "note")
-    assert checked["data"].says == "not checked, for the same cause as memory"
+    assert (checked["base_model"].level, checked["data"].level) == ("alarm", "note")
+    assert checked["base_model"].says.startswith("could not load")
+    assert checked["data"].says == "not checked, for the same cause as base_model"
+    assert "memory" not in checked
 
 
 def test_a_folder_without_weights_is_found_before_training(model_folder, tmp_path):

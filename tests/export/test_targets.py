@@ -239,6 +239,6 @@ def test_the_merged_model_is_uploaded_with_its_card(hub, run, tmp_path):
 
 def test_a_hub_that_cannot_be_reached_leaves_the_folder(trained, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"--repository me/model: not uploaded: .*hf upload me/model"):
+    with pytest.raises(UserError, match=r"--repository me/model: not uploaded: .*can be reached: hf upload me/mo"):
         run_export(trained, Export("hub", repository="me/model"))
     assert (trained.adapter / "export" / "hub" / "model.safetensors").is_file()

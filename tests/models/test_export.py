@@ -41,6 +41,15 @@ def test_an_adapter_is_saved_without_warnings_of_peft(tmp_path, monkeypatch, rec
     assert [str(one.message) for one in recwarn if "peft" in one.filename] == []
 
 
+def test_an_adapter_is_saved_with_an_empty_offline_switch(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = adapted("llama", {}, {})
+    model.peft_config["default"].base_model_name_or_path = "nobody/nothing"
+    save_model(model, tmp_path, BF16)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_merged_weights_compute_the_same_and_the_policy_is_untouched(case, tmp_path):
     model = adapted(*CASES[case])

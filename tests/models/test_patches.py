@@ -7,6 +7,7 @@ import torch
 from packaging.requirements import Requirement
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
+from peft.utils.other import check_file_exists_on_hf_hub
 from transformers import PreTrainedModel
 
 from tiny_models import gradients, relative_difference, tiny
@@ -109,6 +110,13 @@ def test_a_supported_transformers_still_drops_soft_caps():
     """When the oldest supported transformers is 5.21, which refuses SDPA for Gemma 2, `keep_soft_cap` can go."""
     (needed,) = (text for text in requires("upweight") or [] if text.startswith("transformers"))
     assert Requirement(needed).specifier.contains("5.20.0")
+
+
+def test_peft_still_raises_where_the_offline_switch_is_empty(monkeypatch):
+    """When this fails, PEFT reads an empty HF_HUB_OFFLINE as the hub does: `spell_out_offline` can go."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    with pytest.raises(ValueError, match="invalid truth value"):
+        check_file_exists_on_hf_hub("nobody/nothing", "config.json")
 
 
 def test_a_supported_torch_still_waits_for_the_head_of_a_shard_group():

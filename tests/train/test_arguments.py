@@ -5,6 +5,7 @@ import os
 
 import pytest
 from transformers import TrainingArguments
+from transformers.utils import logging as transformers_logging
 
 from upweight.config import parse_config
 from upweight.config.sections.data import DataSection
@@ -80,6 +81,7 @@ REACHES = [
     ({**EVALUATED, "eval_on_start": True}, {"eval_on_start": True}),
     ({**EVALUATED, "eval_samples": 2}, {"eval_on_start": True}),
     ({"seed": 7}, {"seed": 7, "data_seed": 7}),
+    ({"seed": 7, "data_seed": 3}, {"seed": 7, "data_seed": 3}),
     ({"torch_empty_cache_steps": 4}, {"torch_empty_cache_steps": 4}),
     ({"ddp_timeout": 99}, {"ddp_timeout": 99}),
     ({"ddp_bucket_cap_mb": 30}, {"ddp_bucket_cap_mb": 30}),
@@ -131,6 +133,13 @@ def test_every_key_with_the_name_of_an_argument_is_shown_to_reach_it():
     declared = {key.path for section in sections for key in keys_of(section)} & arguments
     shown = {key for keys, expected in REACHES for key in keys if key in expected}
     assert declared - shown == {"output_dir", *ACTING_ELSEWHERE}
+
+
+def test_every_rank_is_as_quiet_as_the_first(tmp_path, monkeypatch):
+    made = arguments(tmp_path)
+    monkeypatch.setattr(type(made), "should_log", False)  # as on another rank
+    transformers_logging.set_verbosity_error()
+    assert made.get_process_log_level() == transformers_logging.ERROR
 
 
 def test_what_the_trainer_refuses_is_a_user_error(tmp_path):

@@ -65,6 +65,11 @@ class Config:
     notices: tuple[str, ...] = ()
     stages: tuple["Config", ...] = ()  # one config per stage; this config is then that of the last stage
 
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order in which rows are trained on; `optim.seed` chooses which rows those are."""
+        return self.optim.seed if self.data.order_seed is None else self.data.order_seed
+
 
 class ConfigError(UserError):
     """The errors of a config, with the notices about the rest of it."""

@@ -315,7 +315,7 @@ class _Builder:
     def _ordered(self) -> NDArray[np.int64]:
         """The order of training, without near duplicates, which count as dropped."""
         parts = [part for part in self.parts if not part.evaluation]
-        order = training_order(self.config.data, [part.kept for part in parts], self.config.optim.seed)
+        order = training_order(self.config.data, [part.kept for part in parts], self.config.order_seed)
         if self.signatures and self.config.data.near_duplicates:
             repeated = self.signatures.repeated(self.config.data.near_duplicates)
             for part, of_part in zip(

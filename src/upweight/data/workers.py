@@ -367,5 +367,10 @@ def refuse_unread(job: EncodeJob) -> None:
     for key, column in named.items():
         root = column.split(".")[0] if column and column not in row else column
         if root in row and root not in row.read and row.get(root) is not None:
+            if _of_script(job):
+                columns = [name for name in row if name in row.read]
+                problem = f"'{column}' is not read, since the rows have {' and '.join(map(repr, columns))}"
+                remedy = f"Leave the argument out, or drop what is read instead: `dataset.remove_columns({columns})`."
+                raise UserError(f"{job.where}: dataset_text_field: {problem}. {remedy}")
             problem = f"'{key}: {column}' has no effect: {reader} does not read that column"
             raise UserError(f"{job.where}, {job.rows.location(0)}: {problem}. Remove it, or name a type that does.")

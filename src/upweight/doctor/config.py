@@ -73,6 +73,8 @@ def check_config(config: Config) -> list[Finding]:
             findings.append(
                 Finding("note", what, f"not checked, for the same cause as {earlier}")
                 if earlier
+                else Finding("alarm", key, says.partition(": ")[2])
+                if key == "base_model"  # which the estimate of memory reads first
                 else Finding("alarm", what, says)
             )
     return findings

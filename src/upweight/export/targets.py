@@ -20,6 +20,7 @@ from upweight.files import write_text
 from upweight.heartbeat import activity
 from upweight.log import logger
 from upweight.models.adapters.merge import AdapterFolder
+from upweight.models.hub import is_of_network
 
 TARGETS = ("folder", "gguf", "ollama", "vllm", "hub")
 KIND = {"gguf": "q8_0", "ollama": "q4_k_m"}  # types of weights that are written where none is named
@@ -111,7 +112,7 @@ def _name_missing(program: str) -> None:
 
 def _to_hub(trained: Trained, wanted: Export) -> list[str]:
     """Write the merged model and upload it; a folder that could not be uploaded stays."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     if wanted.repository is None:
         raise UserError("--repository: missing. Name the repository on the hub, as in --repository owner/name.")
@@ -126,7 +127,9 @@ def _to_hub(trained: Trained, wanted: Export) -> list[str]:
             api.upload_folder(repo_id=place.repo_id, folder_path=output, commit_message="Upload the merged model")
         except Exception as error:  # errors of the hub and of its HTTP library have no common class
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            remedy = f"Log in with `hf auth login`, or upload it yourself: hf upload {wanted.repository} {output}"
+            lost = constants.HF_HUB_OFFLINE or is_of_network(error)
+            remedy = "Once the hub can be reached" if lost else "Log in with `hf auth login`, or upload it yourself"
+            remedy += f": hf upload {wanted.repository} {output}"
             raise UserError(f"--repository {wanted.repository}: not uploaded: {reason}. {remedy}") from error
     return [str(output), str(place)]
 

@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from upweight.errors import UserError
 from upweight.models.modules import unwrap_peft
+from upweight.models.patches import spell_out_offline
 from upweight.models.precision import computed_weights
 from upweight.models.processor import save_processor
 from upweight.models.shards import any_sharded, gathered_weights
@@ -24,6 +25,7 @@ from upweight.models.shards import any_sharded, gathered_weights
 @contextmanager
 def quiet_saving() -> Iterator[None]:
     """Leave out what PEFT warns of at every save: offline or beside a GGUF file, and of adapted or grown embeddings."""
+    spell_out_offline()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Could not find a config file in|Setting `save_embedding_layers`")
         yield

@@ -83,7 +83,7 @@ def _demo_files() -> Iterator[Path]:
         yield from sorted((root / DEMO_MODELS).glob("*/*.gguf"))
 
 
-def _is_of_network(error: BaseException | None) -> bool:
+def is_of_network(error: BaseException | None) -> bool:
     """Whether no answer came: the name of the host is unknown, the connection was refused or broke, or time ran out."""
     while error is not None:
         if isinstance(error, socket.gaierror | ConnectionError | TimeoutError):
@@ -100,7 +100,7 @@ def hub_errors(problem: str) -> Iterator[None]:
     except Exception as error:  # errors of the hub and of its HTTP library have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "Log in with `hf auth login`, correct the name, or drop it."
-        if _is_of_network(error):
+        if is_of_network(error):
             reason = f"the hub ({constants.ENDPOINT}) cannot be reached ({reason})"
             remedy = "Push the folder later; training without the key (in a script: push_to_hub) needs no hub."
         if constants.HF_HUB_OFFLINE:

@@ -25,7 +25,7 @@ from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
-from upweight.log import logger, warn_once
+from upweight.log import inform_once, logger, warn_once
 from upweight.models.first_look import broken_weights, packed_remedy, stored_quantised
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.modules import dropout_rates
@@ -36,9 +36,9 @@ from upweight.runs.files import read_json
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
+ATTENTION = "attn_implementation"
 MOST_NAMED = 5  # tokens in a message
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-
 # What transformers logs before the error of a package that is missing, which `load_failures` words with its remedy.
 logging.getLogger("transformers.modeling_gguf_pytorch_utils").addFilter(
     lambda record: not record.getMessage().startswith("Loading a GGUF checkpoint in PyTorch, requires")
@@ -200,7 +200,7 @@ def load_model(
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
-    options: dict[str, Any] = {**hub_options(section), **section.load_options, **_attention_args(section.attention)}
+    options: dict[str, Any] = {**hub_options(section), **section.load_options, ATTENTION: _attention(section)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
     if gguf_file is not None:  # dequantised, so that weights can be trained
@@ -238,16 +238,16 @@ def load_model(
     return model
 
 
-def _attention_args(name: str | None) -> dict[str, str]:
-    """Return the `from_pretrained` argument of the configured attention, where it is available."""
-    problem = None
+def _attention(section: ModelSection) -> Any:
+    """Return the attention that is asked for; None, which leaves it to transformers, where it is not available."""
+    name, problem = section.load_options.get(ATTENTION, section.attention), None
     if name == "flex_attention" and not torch.cuda.is_available():
         problem = "needs a GPU, and none is visible"
-    elif name in FLASH and not (FLASH[name]() or is_kernels_available()):
+    elif ((name in FLASH and not FLASH[name]()) or "/" in str(name)) and not is_kernels_available():
         problem = "is not installed"
     if problem is not None:
-        warn_once(f"attn_implementation: {name} {problem}; sdpa is used instead")
-    return {} if name is None or problem is not None else {"attn_implementation": name}
+        warn_once(f"{ATTENTION}: {name} {problem}; packed rows have attention kernels of their own, else sdpa is used")
+    return name if problem is None else None
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
@@ -311,7 +311,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     added = [repr(token) for token in tokenizer.convert_ids_to_tokens(list(range(before, len(tokenizer))))]
     named = ", ".join(added[:MOST_NAMED]) + (", ..." if len(added) > MOST_NAMED else "")
     count = "the token" if len(added) == 1 else f"the {len(added)} tokens"
-    logger.info("embeddings: %s, for %s that the model does not know: %s", rows, count, named)
+    inform_once(f"embeddings: {rows}, for {count} that the model does not know: {named}")
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Patches of transformers, PEFT and accelerate; each has a test that shows when it can be removed."""
 
 import functools
+import os
 import sys
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from huggingface_hub import constants
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +29,12 @@ def shard_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin
     """Make accelerate shard over CPU ranks, where it silently drops the plugin and uses DDP."""
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def spell_out_offline() -> None:
+    """Write out an empty HF_HUB_OFFLINE, which the hub reads as unset; PEFT raises where it is neither yes nor no."""
+    if not os.environ.get("HF_HUB_OFFLINE", "0"):
+        os.environ["HF_HUB_OFFLINE"] = str(int(constants.HF_HUB_OFFLINE))
 
 
 def end_shard_group(head: nn.Module, hidden_TD: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from upweight.config.sections.environment import ENVIRONMENT_REWARDS, is_environment_reward
 from upweight.errors import UserError, did_you_mean
+from upweight.log import counted
 from upweight.rewards.builtin import BUILTINS, builtin_reward
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import ENVIRONMENTS, Reward, RewardParameters, parameters_of, unique_names
@@ -57,7 +58,8 @@ def as_rewards(
     items = list(reward_funcs or ()) if is_list or reward_funcs is None else [reward_funcs]
     given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(items)
     if len(given) != len(items):
-        raise UserError(f"reward_processing_classes: {len(given)} given for {len(items)} rewards; pass one for each.")
+        count = f"{len(given)} given for {counted(len(items), 'reward')}"
+        raise UserError(f"reward_processing_classes: {count}; pass one for each.")
     pairs = zip(items, given, strict=True)
     rewards = _load_items(pairs, environment, Path.cwd(), "reward_funcs", models)
     named = any(isinstance(reward.function, _EpisodeReward) for reward in rewards)

@@ -131,12 +131,16 @@ class Producer:
                     groups[index] = group
         return sampled
 
-    def evaluate(self, rows: PromptRows, count: int, trainer_state: Any = None) -> list[Group]:
+    def evaluate(
+        self, rows: PromptRows, count: int, trainer_state: Any = None, between: Callable[[], None] | None = None
+    ) -> list[Group]:
         """Return scored groups of `count` completions for evaluation rows; the state of the scorer is restored."""
         evaluated: list[Group] = []
         rewards = self.scorer.state()
         try:
             for start in range(0, len(rows), self.plan.groups):
+                if between is not None:
+                    between()
                 stop = min(start + self.plan.groups, len(rows))
                 scored, _ = self._sample_groups(rows, range(start, stop), count, (2**31, start), trainer_state)
                 evaluated += scored

@@ -4,12 +4,15 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from upweight.config.redact import redacted
+from upweight.runs.checkpoints import checkpoints_of
 
 VARIABLE = "UPWEIGHT_RESUME"  # an environment variable, so that ranks name the command that started them
 OPTION = "--resume"
 REPLACED = ("resume_from_checkpoint", "resume-from-checkpoint")  # keys that would go back to where this run began
+_folders: list[Path] = []  # of the run under way
 
 
 @contextmanager
@@ -30,6 +33,23 @@ def resume_words() -> str:
     """Return the command that continues this run, in backticks; of a run without a known command, the option."""
     command = os.environ.get(VARIABLE)
     return OPTION if command is None else f"`{command}`"
+
+
+@contextmanager
+def training_into(folder: Path) -> Iterator[None]:
+    """Know the folder of the run, to say whether there is a checkpoint that it can continue from."""
+    _folders.append(folder)
+    try:
+        yield
+    finally:
+        _folders.pop()
+
+
+def go_on() -> str:
+    """Return what to do once a cause is fixed: go on by the command that does, or start again without a checkpoint."""
+    if _folders and not checkpoints_of(_folders[-1]):
+        return "start again: there is no checkpoint yet"
+    return f"go on with {resume_words()}"
 
 
 def recorded_command() -> str | None:

@@ -217,6 +217,9 @@ class Health:
             return value**2 / (value**2 + std**2) if std else None
         if against == "missing":
             return self._missing(value, _finite_number(row.get(f"{name}_std")) or 0.0)
+        if against == "climbed":
+            start, highest = self._start_value(name), self.rewards[1]
+            return (value - start) / (highest - start) if start is not None and start < highest < math.inf else None
         start_value, spread = self._start_value(name), self._start_value(f"{name}_std")
         if against == "growth":
             return value / start_value if start_value is not None and start_value > 0 else None

@@ -78,7 +78,6 @@ def training_arguments(
         max_steps=optim.max_steps or -1,
         **_optimizer_arguments(optim, more_is_better=more_is_better),
         warmup_steps=_warmup_steps(config, total),
-        data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
         tf32=tf32 if torch.cuda.is_available() else None,
         use_cpu=use_cpu,
@@ -87,6 +86,7 @@ def training_arguments(
         logging_steps=run.logging_steps or min(max(total // 200, 1), 10),
         logging_first_step=True,
         disable_tqdm=True,
+        log_level_replica="passive",  # as quiet as rank 0; by default other ranks show warnings
         metric_for_best_model=metric,
         greater_is_better=more_is_better,
         **_save_and_eval_schedule(config, steps_per_epoch),
@@ -132,6 +132,7 @@ def _fixed_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments that every run sets: the Trainer sees one batch per step, which `StepRunner` splits."""
     return {
         "per_device_train_batch_size": step_size(config),
+        "data_seed": config.order_seed,
         "gradient_accumulation_steps": 1,
         "learning_rate": config.optim.learning_rate or 0.0,
         "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use

@@ -29,6 +29,7 @@ from upweight.runs.checkpoints import (
     nothing_to_resume,
     step_of,
 )
+from upweight.runs.command import training_into
 from upweight.runs.files import RECORD, read_json
 from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
@@ -55,7 +56,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     if is_first and resume and config.run.resume_from is None and (missing := nothing_to_resume(folder)):
         logger.warning("warning: %s", missing)
     lock = lock_folder(folder) if is_first else nullcontext()
-    with heartbeat(), activity(f"training into {folder}"), lock:
+    with heartbeat(), activity(f"training into {folder}"), lock, training_into(folder):
         finished_before = _train_into(folder, config, resume, watchers)
     named = shlex.quote(str(folder))
     use = f'inference {named} --prompt "..."' if config.method.head == "tokens" else f"score {named} ROWS.jsonl"

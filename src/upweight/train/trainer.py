@@ -1,5 +1,6 @@
 """The training loop: transformers' Trainer with losses divided by the counts of the whole step."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -37,17 +38,13 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
+from upweight.train.recording.callbacks import EvaluationLeft
 from upweight.train.recording.model_card import card_arguments
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
-from upweight.train.user_code import UserCallback
+from upweight.train.user_code import UserCallback, refuse_unused_hooks
 from upweight.user_modules import named_errors
-
-NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
-    "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
-    "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
-)  # fmt: skip
 
 
 class MethodTrainer(Trainer):
@@ -61,11 +58,8 @@ class MethodTrainer(Trainer):
     processing_class: Any
 
     def __init__(self, parts: TrainerParts) -> None:
-        kind, policy, rollouts = type(self), parts.policy, parts.rollouts
-        for name in NEVER_CALLED:
-            if getattr(kind, name, None) is not getattr(Trainer, name, None):
-                remedy = "Override `training_step`, which returns a loss after its backward, or use the settings."
-                raise UserError(f"{kind.__name__}.{name}: is never called here. {remedy}")
+        policy, rollouts = parts.policy, parts.rollouts
+        refuse_unused_hooks(type(self))
         Path(parts.arguments.output_dir or ".").mkdir(parents=True, exist_ok=True)
         super().__init__(
             model=policy.model,
@@ -89,6 +83,7 @@ class MethodTrainer(Trainer):
         self.data_digest = cache(rows.digest if isinstance(rows, RowFeed) else partial(rows_digest, rows))
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
+        self.between_batches: Callable[[], None] = lambda: None  # of evaluations; may raise EvaluationLeft
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
         options = (
@@ -173,8 +168,8 @@ class MethodTrainer(Trainer):
             options = {"compare": not self.shuffle, "drop_last": args.dataloader_drop_last}
             self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, **options)
             return self.feed_loader
-        rows = len(self.train_dataset)
-        self.sampler = StepBatchSampler(rows, batch, args.seed, self.shuffle, args.dataloader_drop_last, steps_done)
+        rows, seed = len(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
+        self.sampler = StepBatchSampler(rows, batch, seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
             remedy = "Lower 'micro_batch_size' or 'gradient_accumulation_steps', or drop 'dataloader_drop_last'."
             raise UserError(f"datasets: {counted(rows, 'row')} cannot fill one batch of {batch}. {remedy}")
@@ -258,9 +253,14 @@ class MethodTrainer(Trainer):
         if (rows := self._eval_rows(eval_dataset)) is None:
             raise UserError("eval_dataset: there are no rows to evaluate. Give some to the trainer, or to evaluate().")
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
-        parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
-        metrics = {name: value for part in parts for name, value in part.items()}
         best = self.args.metric_for_best_model
+        try:
+            parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
+        except EvaluationLeft:
+            self.control.should_save = self.control.should_training_stop = True
+            self.control.should_evaluate = False
+            return {} if best is None else {f"eval_{best.removeprefix('eval_')}": math.nan}
+        metrics = {name: value for part in parts for name, value in part.items()}
         if self.is_in_train and best is not None and f"eval_{best.removeprefix('eval_')}" not in metrics:
             has = ", ".join(name.removeprefix("eval_") for name in metrics)
             raise UserError(f"metric_for_best_model: evaluations have no '{best}'. They have {has}.")
@@ -280,12 +280,13 @@ class MethodTrainer(Trainer):
         self._optimizer_mode("eval")
         if online is not None:
             with activity("evaluating"):
-                metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
+                metrics = online.evaluate(rows, self.state, self.runner, model, prefix, between=self.between_batches)
         else:
             sums: dict[str, Tensor] = {}
             counts: dict[str, Tensor] = {}
             with self.runner.other_meters() as meters:
                 for inputs in self.get_eval_dataloader(rows):
+                    self.between_batches()
                     with activity("evaluating"):
                         loss, added = self.runner.evaluate(model, inputs["units"])
                     sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
@@ -293,9 +294,9 @@ class MethodTrainer(Trainer):
             total = sum(float(sums[name] / counts[name].clamp(min=1)) for name in sums)
             metrics = {"loss": total, **meters.drain(self.accelerator)}
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
-        batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
-        named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=-(-len(rows) // batch))
-        if online is None:
+        batches = -(-len(rows) // (self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size))
+        named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=batches)
+        if online is None and self.state.num_input_tokens_seen:  # trained on so far: none where nothing was
             named[f"{prefix}_num_tokens"] = self.state.num_input_tokens_seen
         self.log(named)  # which adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)

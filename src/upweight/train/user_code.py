@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from upweight.config import Config
 from upweight.errors import UserError
@@ -17,6 +17,20 @@ from upweight.user_modules import asked_names, bind_options, is_path, load_funct
 EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 CLASS_GETS, FUNCTION_GETS = ("params", "lr"), ("model", "lr", "weight_decay")
 SCHEDULE_GETS = ("step", "optimizer", "num_training_steps", "num_warmup_steps")
+
+
+NEVER_CALLED = (  # hooks that scripts for other trainers override and the loop does not call
+    "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
+    "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
+)  # fmt: skip
+
+
+def refuse_unused_hooks(kind: type[Trainer]) -> None:
+    """Raise where a script's trainer overrides what is never called."""
+    for name in NEVER_CALLED:
+        if getattr(kind, name, None) is not getattr(Trainer, name, None):
+            remedy = "Override `training_step`, which returns a loss after its backward, or use the settings."
+            raise UserError(f"{kind.__name__}.{name}: is never called here. {remedy}")
 
 
 class UserCallback(TrainerCallback):

@@ -67,7 +67,7 @@ BROKEN = {
     "mix_schedule: cannot be used": {**TWO, "mix": "interleave_over", "mix_schedule": [{"weights": [1, 1]}]},
     "mix_schedule: needs 'max_steps'": {**PLAIN_TWO, "max_steps": None, "mix_schedule": [{"weights": [1, 1]}]},
     "mix_schedule: steps begin": {**PLAIN_TWO, "mix_schedule": [{"step": 3, "weights": [1, 1]}]},
-    "mix_schedule[0].weights: 1 weights": {**PLAIN_TWO, "mix_schedule": [{"weights": [1]}]},
+    "mix_schedule[0].weights: 1 weight ": {**PLAIN_TWO, "mix_schedule": [{"weights": [1]}]},
     "mix_schedule[0].weights: numbers": {**PLAIN_TWO, "mix_schedule": [{"weights": [0, 0]}]},
     "precompute_ref_log_probs: not with streams": {**PLAIN_TWO, "rl": "dpo", "precompute_ref_log_probs": True},
     "ebft.mode: strided reads": {**STREAM, "rl": "ebft", "ebft": {"mode": "strided"}},
@@ -127,7 +127,7 @@ BROKEN = {
     "adapter: qlora needs": {**WHOLE, **LORA, "adapter": "qlora"},
     "lora_model_dir: needs": {**WHOLE, "lora_model_dir": "x"},
     "batch_size: 5 is not a multiple": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
-    "trl.reward_weights: 2 weights for 1": {**GRPO, "trl": {"reward_funcs": ["r.f"], "reward_weights": [1.0, 2.0]}},
+    "trl.reward_weights: 2 weights for 1 r": {**GRPO, "trl": {"reward_funcs": ["r.f"], "reward_weights": [1.0, 2.0]}},
     "num_labels: an outcome": {**WHOLE, "reward_model": True, "num_labels": 2},
     "lora_dropout: PEFT has it": {
         **WHOLE, **LORA, "lora_target_parameters": "experts.down_proj", "lora_dropout": 0.1,

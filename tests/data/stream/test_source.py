@@ -57,6 +57,9 @@ def test_a_stream_has_every_row_once_in_each_pass_and_its_order_is_shuffled_in_b
     assert first != second
     assert first != sorted(first)
     assert sorted(first[:512]) == list(range(512))
+    for seeds, same in ({"seed": 1}, False), ({"seed": 1, "data_seed": 42}, True):
+        other = config_of(tmp_path, {"path": "rows.jsonl", "streaming": True}, streaming_buffer_size=512, **seeds)
+        assert (numbers(feeds(other).take(1500)) == first) is same
     in_order = feeds(config_of(tmp_path, {"path": "rows.jsonl"}, streaming=True, curriculum_sampling=True))
     assert numbers(in_order.take(1600)) == [*range(1500), *range(100)]
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -25,11 +26,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def dpo(folder, *, callbacks=None, rows=None, **config):
+def dpo(folder, *, callbacks=None, rows=None, eval_dataset=None, **config):
     return DPOTrainer(
         str(folder / "model"),
         args=DPOConfig(**{"output_dir": str(folder / "out"), **COMMON, **config}),
         train_dataset=rows or ROWS["pairs"],
+        eval_dataset=eval_dataset,
         processing_class=made_tokenizer(TEMPLATE, bos=False),
         callbacks=callbacks,
     )
@@ -81,6 +83,58 @@ def test_a_signal_ends_a_script_with_a_checkpoint_from_which_it_goes_on(number, 
     resumed.train(resume_from_checkpoint=True)
     whole.train()
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
+
+
+def test_a_second_interrupt_in_a_notebook_is_told_without_the_frames_of_a_step(folder, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    trainer = dpo(folder, callbacks=[AtStep(twice)])
+    with pytest.raises(KeyboardInterrupt, match="ended at once, without saving") as ended:
+        trainer.train()
+    assert len(ended.traceback) < 10  # and not the thirty of transformers and torch
+    assert ended.value.__suppress_context__
+    assert "eval_num_tokens" in trainer.evaluate(ROWS["pairs"])
+    assert "eval_num_tokens" not in dpo(folder).evaluate(ROWS["pairs"])
+
+
+class AtEvaluation(TrainerCallback):
+    """Acts between the batches of evaluations."""
+
+    def __init__(self, trainer, action):
+        self.trainer, self.action, self.batches = trainer, action, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        between = self.trainer.between_batches
+
+        def counted():
+            self.batches += 1
+            if self.batches == 2:
+                self.action()
+            between()
+
+        self.trainer.between_batches = counted
+
+
+@pytest.mark.parametrize("best", [{}, {"metric_for_best_model": "loss"}])
+def test_a_signal_during_an_evaluation_leaves_it_and_saves(best, folder, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1, "save_strategy": "no"}
+    trainer = dpo(folder, eval_dataset=ROWS["pairs"], **evaluated, **best)
+    watch = AtEvaluation(trainer, lambda: signal.raise_signal(signal.SIGINT))
+    trainer.add_callback(watch)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2, which is saved"):
+        trainer.train()
+    assert watch.batches == 2
+    assert is_whole(folder / "out" / "checkpoint-2")
+    assert not [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert "eval_loss" in trainer.evaluate()
+    resumed = dpo(folder, eval_dataset=ROWS["pairs"], **evaluated, **best)
+    resumed.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in resumed.state.log_history if "eval_loss" in row] == [4, 6]
 
 
 def test_in_a_thread_a_script_trains_without_handling_signals(folder):
@@ -175,7 +229,7 @@ def test_the_rules_of_configs_hold_for_arguments_under_their_names(folder):
     with pytest.raises(UserError, match="gradient_checkpointing_kwargs: only 'use_reentrant'"):
         SFTConfig(output_dir=str(folder), gradient_checkpointing_kwargs={"offload": True})
     args = GRPOConfig(output_dir=str(folder), reward_weights=[1.0, 2.0])
-    with pytest.raises(UserError, match=r"^reward_weights: 2 weights for 1 rewards"):
+    with pytest.raises(UserError, match=r"^reward_weights: 2 weights for 1 reward[. ]"):
         GRPOTrainer(str(folder / "model"), len, args, [{"prompt": said("user", "Why?")}])
 
 

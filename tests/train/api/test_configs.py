@@ -176,9 +176,8 @@ def test_what_holds_by_construction_says_so_once(tmp_path, caplog):
 def test_arguments_without_effect_say_so_and_have_none(tmp_path, caplog):
     _warned.clear()
     with caplog.at_level(logging.WARNING, "upweight"):
-        args = SFTConfig(output_dir=tmp_path, data_seed=3, include_num_input_tokens_seen=True)
+        args = SFTConfig(output_dir=tmp_path, include_num_input_tokens_seen=True)
     assert args.include_num_input_tokens_seen == "no"
-    assert "data_seed: nothing to do: rows are ordered by `seed`" in caplog.text
     assert "`num_tokens` is in every log" in caplog.text
 
 

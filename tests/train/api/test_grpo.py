@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 import time
 
@@ -74,6 +75,31 @@ def grpo(folder, model=None, reward_funcs=None, *, rows=None, eval_dataset=None,
 
 def lora():
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def test_an_interrupt_between_the_calls_of_an_evaluation_leaves_it_and_saves(folder, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    trainer = grpo(folder, eval_dataset=ROWS, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+    calls, sample = [], trainer.rollouts.producer._sample_groups
+
+    def sampled(rows, numbers, count, round_, state):
+        calls.append(round_)
+        if round_[0] == 2**31:  # of an evaluation
+            signal.raise_signal(signal.SIGINT)
+        return sample(rows, numbers, count, round_, state)
+
+    monkeypatch.setattr(trainer.rollouts.producer, "_sample_groups", sampled)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 1, which is saved"):
+        trainer.train()
+    assert [round_ for round_ in calls if round_[0] == 2**31] == [(2**31, 0)]
+    assert (folder / "out" / "checkpoint-1" / "whole.json").is_file()
+
+
+def test_data_seed_orders_the_prompts(folder):
+    def order(**seeds):
+        return grpo(folder, **seeds).rollouts.producer.order.take(len(ROWS))
+
+    assert order(seed=1, data_seed=5) == order(seed=5) != order(seed=1)
 
 
 def history(trainer, *names):
@@ -333,7 +359,7 @@ def test_order_and_optimizer_are_the_scripts(folder):
     [
         ({"reward_funcs": []}, "reward_funcs: empty"),
         ({"reward_funcs": 3}, "reward_funcs: a int"),
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 rewards"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 reward"),
         ({"rows": [{"question": "a"}]}, "train_dataset, row 0, 'prompt'"),
         ({"rows": iter([])}, "train_dataset: expected"),
         ({"reward_funcs": lambda completions, answers_of: [0.0]}, "needs the column 'answers_of'"),

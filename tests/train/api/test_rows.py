@@ -88,6 +88,13 @@ def test_another_text_field(tmp_path):
     assert trained_text(prepared(SFTConfig, rows, tmp_path, dataset_text_field="body")[0]) == "hy not?<|im_end|>"
 
 
+def test_a_text_field_that_messages_hide_is_refused_in_words_of_scripts(tmp_path):
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Rain."}]
+    expected = r"dataset_text_field: 'body' is not read, since the rows have 'messages'.*columns\(\['messages'\]\)"
+    with pytest.raises(UserError, match=expected):
+        prepared(SFTConfig, [{"messages": talk, "body": "Why not?"}], tmp_path, dataset_text_field="body")
+
+
 def test_a_text_beside_messages_or_completions_is_not_read_and_one_beside_instructions_is(tmp_path):
     talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Rain."}]
     for other in ({"messages": talk}, {"prompt": "Why?", "completion": "Rain."}):

@@ -97,6 +97,16 @@ def test_a_lora_script_from_training_to_merged_weights(folder):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder / "merged")), logits(merged))
 
 
+def test_data_seed_orders_the_rows_and_is_the_seed_where_it_is_left_out(folder):
+    def order(**seeds):
+        trainer = dpo(folder, per_device_train_batch_size=1, **seeds)
+        trainer.get_train_dataloader()
+        return [trainer.sampler.rows_of(step) for step in range(len(ROWS["pairs"]))]
+
+    assert order(seed=1, data_seed=5) == order(seed=2, data_seed=5) == order(seed=5)
+    assert order(seed=1, data_seed=5) != order(seed=1)
+
+
 def test_a_saved_model_and_tokenizer_load(folder):
     trainer = dpo(folder, num_train_epochs=1)
     trainer.train()

@@ -7,6 +7,7 @@ from upweight.config.config import Config
 from upweight.config.peers import FORMAT_NAMES
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
+from upweight.log import counted
 from upweight.methods.base import Method
 
 FED = "streams or interleaved datasets"
@@ -117,7 +118,7 @@ def weights(config: Config) -> Iterator[str]:
         yield "mix_schedule: steps begin at 0 and rise."
     for number, entry in enumerate(schedule):
         if len(entry.weights) != len(given):
-            problem = f"{len(entry.weights)} weights for {len(given)} datasets"
+            problem = f"{counted(len(entry.weights), 'weight')} for {counted(len(given), 'dataset')}"
             yield f"mix_schedule[{number}].weights: {problem}. Give one for each."
         elif min(entry.weights) < 0 or not any(entry.weights):
             yield f"mix_schedule[{number}].weights: numbers from 0, and one above it."

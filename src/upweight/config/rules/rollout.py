@@ -11,6 +11,7 @@ from upweight.config.rules.keys import matching
 from upweight.config.sections.environment import is_environment_reward
 from upweight.config.sections.rollout import IN_PROCESS
 from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer, is_local, server_urls, unloadable_by
+from upweight.log import counted
 from upweight.methods import feature_matcher
 
 ONE_PROCESS = "colocated vLLM needs all weights in one process; use a vLLM server, or one process without sharding"
@@ -26,7 +27,8 @@ def rewards_and_sampling(config: Config) -> Iterator[str]:
     from_environment = [name for name in named if is_environment_reward(name)]
     # The number of rewards of an environment is known only when it runs.
     if isinstance(weights, list) and named and not from_environment and len(weights) != len(named):
-        yield f"trl.reward_weights: {len(weights)} weights for {len(named)} rewards. Give one for each."
+        count = f"{counted(len(weights), 'weight')} for {counted(len(named), 'reward')}"
+        yield f"trl.reward_weights: {count}. Give one for each."
     if from_environment and not config.environment.kind and not config.gym.enabled:
         name = from_environment[0]
         yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type', or name another reward."

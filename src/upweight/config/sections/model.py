@@ -67,7 +67,9 @@ class ModelSection(Section):
     resize_to_32: bool = setting("resize_token_embeddings_to_32x", False, "Resize the vocabulary to a multiple of 32.")
     mean_resizing: bool = setting("mean_resizing_embeddings", False, "Start new embeddings at the mean of the old.")
     attention: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = setting(
-        "attn_implementation", None, "Attention kernel; chosen by device and row length when left out."
+        "attn_implementation",
+        None,
+        "Attention of transformers, for padded rows and outside of training; packed rows have kernels of their own.",
     )
     layout: Literal["auto", "tree", "padded"] = setting(
         "layout",

@@ -39,7 +39,7 @@ def is_fed(data: DataSection) -> bool:
 def build_feed(config: Config, tokenizer: Any, prepared: Prepared | None) -> Fed:
     """Return the feed of a config; `prepared` are its rows that are not streamed, None where all are."""
     data, pool = config.data, EncodePool(config.data.processes)
-    held_out, seed = int(data.val_set_size), None if data.curriculum else config.optim.seed
+    held_out, seed = int(data.val_set_size), None if data.curriculum else config.order_seed
     sources: list[RowSource] = []
     specs: list[DatasetSpec] = []
     entries = list(prepared.entries if prepared else ())
@@ -75,7 +75,7 @@ def streamed_evaluation(config: Config, tokenizer: Any) -> Dataset | None:
 
 def script_feed(config: Config, parts: Mapping[str, Prepared | StreamSource], pool: EncodePool) -> RowFeed:
     """Return the feed of the datasets that a script passes, by their names."""
-    seed = None if config.data.curriculum or config.data.curriculum_column else config.optim.seed
+    seed = None if config.data.curriculum or config.data.curriculum_column else config.order_seed
     sources: list[RowSource] = []
     for number, (name, part) in enumerate(parts.items()):
         sources.append(PreparedSource(number, name, part.train, seed=seed) if isinstance(part, Prepared) else part)
@@ -89,7 +89,7 @@ def script_stream(
     (spec,) = config.data.datasets
     sources: dict[str, list[Source]] = {"train": [IterableStream(rows)]}
     opened = OpenedDataset(spec, where, (sources,), evaluation=False, seed=config.optim.seed)
-    seed = config.optim.seed if trains and not config.data.curriculum else None
+    seed = config.order_seed if trains and not config.data.curriculum else None
     return _stream(config, build_entry(config, tokenizer, opened, 0), pool, seed, Window(), evaluation=not trains)
 
 

@@ -115,7 +115,7 @@ class MethodArguments(TrainingArguments):
     use_liger_kernel: bool = no_effect(False, FUSED_HEAD)
     padding_free: bool = no_effect(False, PACKED)
     pad_to_multiple_of: int | str | None = no_effect(None, PACKED)
-    data_seed: int | None = no_effect(None, "rows are ordered by `seed`")
+    data_seed: int | None = field_for(DataSection, "order_seed")
     include_num_input_tokens_seen: str | bool = no_effect("no", "`num_tokens` is in every log")
 
     def __post_init__(self) -> None:

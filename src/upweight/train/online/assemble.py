@@ -14,7 +14,7 @@ from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
 from upweight.data.stream.feed import RowFeed
 from upweight.engine.routing import install_routing
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import counted, logger
 from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
@@ -90,7 +90,7 @@ def build_rewards(
     weights = None if online is None or feature_matcher(config.method) else online.reward_weights
     if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's
         names = ", ".join(reward.name for reward in rewards)
-        count = f"{len(weights)} weights for {len(rewards)} rewards ({names})"
+        count = f"{counted(len(weights), 'weight')} for {counted(len(rewards), 'reward')} ({names})"
         raise UserError(f"trl.reward_weights: {count}. Give one for each.")
     check_rewards(rewards, columns, env_setup)
     return rewards
@@ -200,7 +200,7 @@ def _prompts(config: Config, rows: PromptRows | RowFeed, plan: Plan) -> tuple[Pr
         fed = FedPrompts(rows, rows.epoch_rows or max(completions // plan.group_size, 1))
         return fed, fed
     ordered = config.data.curriculum or config.data.curriculum_column is not None
-    return rows, PromptOrder(len(rows), config.optim.seed, shuffle=not ordered)
+    return rows, PromptOrder(len(rows), config.order_seed, shuffle=not ordered)
 
 
 def _completion_source(  # noqa: PLR0917

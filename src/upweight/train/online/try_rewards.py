@@ -69,7 +69,7 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
     assert rollouts is not None
     producer = rollouts.producer
     rows = producer.rows
-    order = rows if isinstance(rows, FedPrompts) else PromptOrder(len(rows), config.optim.seed)
+    order = rows if isinstance(rows, FedPrompts) else PromptOrder(len(rows), config.order_seed)
     numbers = order.take(min(prompts, len(rows)))
     groups = [Group(number, rows[number], list(rows[number]["prompt_ids"])) for number in numbers]
     trainer.model.eval()

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from accelerate import PartialState
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from upweight.callbacks import callbacks_of
@@ -50,6 +51,11 @@ BAR_WIDTH = 24  # characters
 LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 NAN_BATCH = "nan_batch.jsonl"
 RESUME = "resume_from_checkpoint=True"
+GREEDY = "GreedyLR"  # of transformers, whose older versions have none
+
+
+class EvaluationLeft(Exception):
+    """A signal came during an evaluation, which is left."""
 
 
 class StopOnSignal(TrainerCallback):
@@ -76,6 +82,14 @@ class StopOnSignal(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.caught and state.epoch != int(state.epoch):  # stopped in the middle of an epoch
             control.should_save = control.should_evaluate = False
+
+    def leave_evaluation(self, trainer: Any) -> None:
+        """Raise where a signal was caught; an evaluation that decides what is saved, or a learning rate, goes on."""
+        self.caught = max(all_gather_objects(self.caught))
+        by_metric = isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == GREEDY
+        if self.caught and trainer.args.save_strategy != "best" and not by_metric:
+            logger.warning("the evaluation at step %d is left", trainer.state.global_step)
+            raise EvaluationLeft
 
     def restore(self) -> None:
         """Restore the signal handlers of before the training."""

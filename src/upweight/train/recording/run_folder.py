@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,29 +142,42 @@ def recording(
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
         record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
     show_metrics_in_notebook(trainer)
+    before, trainer.between_batches = trainer.between_batches, partial(stop.leave_evaluation, trainer)
     for callback in callbacks:
         trainer.add_callback(callback)
     if not objects.from_script:  # a script has its trackers' errors as they are
         name_tracker_errors(trainer, config.set_keys)
     try:
         with recorded(folder, record, writes=trainer.is_world_process_zero()):
-            try:
+            with _errors_in_short(stop, objects):
                 yield stop
                 _warn_if_finished_before(trainer.state, checkpoint, objects)
-            except UserError as error:
-                if not objects.from_script:
-                    raise
-                raise UserError(objects.translate_error(str(error))) from foreign_cause(error)
-            finally:
-                stop.restore()
             if objects.from_script:  # whose process ends after a signal
                 stop.exit_if_signalled(trainer.state)
     finally:
+        trainer.between_batches = before
         for callback in callbacks:
             if callback in trainer.callback_handler.callbacks:  # a resume replaces some
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
             trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
+
+
+@contextmanager
+def _errors_in_short(stop: StopOnSignal, objects: Objects) -> Iterator[None]:
+    """Raise errors in words of a script, and a second interrupt without the frames of a step; restore the handlers."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not stop.caught:
+            raise
+        raise KeyboardInterrupt("ended at once, without saving") from None
+    except UserError as error:
+        if not objects.from_script:
+            raise
+        raise UserError(objects.translate_error(str(error))) from foreign_cause(error)
+    finally:
+        stop.restore()
 
 
 def _warn_if_finished_before(state: Any, checkpoint: Path | None, objects: Objects) -> None:
