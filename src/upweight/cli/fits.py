@@ -197,7 +197,7 @@ def _kinds(config: Config, model: ModelNeeds) -> list[TrainedWeights]:
     stored, source = model.shape.stored, config.model.base_model or ""
     if (problem := stored.problem(config.adapter, source)) is not None:
         raise UserError(problem)
-    ways = {
+    ways: dict[TrainedWeights, AdapterSection] = {
         kind: AdapterSection(kind=None if kind == "all" else kind, load_in_4bit=kind == "qlora")
         for kind in TRAINED_KINDS
     }

@@ -24,7 +24,9 @@ def run(path: Path, overrides: list[str], *, fragment: bool, data: bool) -> None
     """Print ok, or raise with every error; warnings come first."""
     problems: list[str] = []
     try:
-        configs: tuple[Config, ...] = (load_with_notices(path, overrides, fragment=fragment, asks_hub=False),)
+        configs: tuple[Config, ...] = (
+            load_with_notices(path, overrides, fragment=fragment, asks_hub=False, whole=True),
+        )
     except ConfigError as error:
         problems, configs = [str(error)], error.drafts
     for config in configs:
