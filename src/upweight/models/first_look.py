@@ -60,11 +60,11 @@ class Stored(NamedTuple):
         """Read what a model's config says, which is a dict or an object."""
         of_object = getattr(quantization_config, "__dict__", {})
         fields = quantization_config if isinstance(quantization_config, dict) else of_object
-        method, bits = fields.get("quant_method"), fields.get("bits")
-        if method in (None, "bitnet"):  # which computes from plain weights
+        name, bits = fields.get("quant_method"), fields.get("bits")
+        if name in (None, "bitnet"):  # which computes from plain weights
             return cls()
         bits = bits or (4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else None)
-        return cls(str(getattr(method, "value", method)), bits if isinstance(bits, int) else None)
+        return cls(str(getattr(name, "value", name)), bits if isinstance(bits, int) else None)
 
     @property
     def takes_4bit(self) -> bool:
