@@ -91,8 +91,7 @@ def tell_of_plain_prompts(unasked: Sequence[str], chosen: Sequence[str]) -> None
     if unasked:
         warn_once(
             f"{', '.join(unasked)}: these prompts are plain text, and the model's chat template is not applied to "
-            f"them, while `upweight inference` applies it. {turns}; `as_messages: false` keeps plain text without "
-            "this warning"
+            f"them, while chat programs apply it. {turns}; `as_messages: false` keeps plain text without this warning"
         )
     if chosen:
         inform_once(
