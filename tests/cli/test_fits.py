@@ -297,3 +297,37 @@ def test_a_run_folder_is_judged_by_its_config(seven, tmp_path, capsys):
     about, _, answer = printed(capsys)
     assert about.endswith("* is this config")
     assert "this config fits ('memory: lean')" in answer
+
+
+@pytest.fixture(scope="module")
+def stored_in_4_bits(seven, tmp_path_factory):
+    """The same, as AWQ stores it."""
+    config = AutoConfig.from_pretrained(seven)
+    config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    config.save_pretrained(folder := tmp_path_factory.mktemp("awq"))
+    return folder
+
+
+def test_weights_that_are_stored_in_4_bits_are_counted_so_and_not_quantised_again(stored_in_4_bits, seven, capsys):
+    run(seven, [], memory=80)
+    _, plain, _ = printed(capsys)
+    assert run(stored_in_4_bits, [], memory=7.5) == 1
+    about, rows, answer = printed(capsys)
+    assert "7.61 billion weights in 4 bits, as awq stores them" in about
+    assert {kind for kind, _ in rows} == {"lora"}
+    assert float(rows["lora", "fast"]["weights"]) == pytest.approx(float(plain["qlora", "fast"]["weights"]), rel=0.02)
+    assert rows["lora", "balanced"]["activations"] == plain["qlora", "balanced"]["activations"]
+    assert "Set 'memory: fast'" in answer
+    assert "4bit" not in answer
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (["adapter=qlora", "load_in_4bit=true"], "quantised already, by awq. Name the model"),
+        (["adapter=null", "lora_target_linear=false"], "do not train. Set `adapter: lora`"),
+    ],
+)
+def test_ways_that_stored_weights_do_not_allow_are_refused_as_by_train(keys, says, stored_in_4_bits):
+    with pytest.raises(UserError, match=says):
+        run(stored_in_4_bits, keys, memory=24)

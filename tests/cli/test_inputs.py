@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from made_runs import upweight
-from upweight.cli.inputs import find_trained, read_rows
+from upweight.cli.inputs import find_trained, load_with_notices, read_rows
 from upweight.errors import UserError
 from upweight.runs.checkpoints import mark_whole
 from upweight.runs.files import no_such_run
@@ -84,3 +84,18 @@ def test_watch_in_text_of_a_run_that_is_not_there(tmp_path):
     done = upweight("watch", "nope", "--text", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "nope: there is no such run." in done.stderr
+
+
+def test_notices_on_names_are_one_line_but_where_one_asks(tmp_path, caplog):
+    caplog.set_level("INFO")
+    file = tmp_path / "axolotl.yaml"
+    keys = ["bf16: auto", "flash_attention: true", "pad_to_sequence_len: true", "wandb_entity:", "lr: 3e-1"]
+    file.write_text("\n".join(["base_model: m", "datasets: [{path: d, type: alpaca}]", *keys]))
+    load_with_notices(file, [])
+    rate, line = caplog.messages
+    assert "learning_rate: 0.3 is far above" in rate  # it changes what is trained
+    names = "3 notices on keys that have other names here or need not be set"
+    assert line == f"{names}: upweight validate {file} prints them"
+    caplog.clear()
+    load_with_notices(file, [], whole=True)
+    assert [one.split()[1] for one in caplog.messages] == ["lr:", "flash_attention:", "pad_to_sequence_len:"]

@@ -59,21 +59,24 @@ def test_it_is_for_rows_without_a_type(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "warns"),
+    ("case", "says"),
     [
-        (("Why?", TEMPLATE, {}), True),
-        (("Why?", TEMPLATE, {"as_messages": False}), False),
-        (("Why?", None, {}), False),
-        ((PROMPT, TEMPLATE, {}), False),
-        (([{"role": "user", "content": "Why?"}], TEMPLATE, {}), False),
+        (("Why?", TEMPLATE, {}), "warning: datasets[0] (rows.jsonl): these prompts are plain text"),
+        (("Why?", TEMPLATE, {"as_messages": False}), "datasets[0] (rows.jsonl): prompts stay plain text"),
+        (("Why?", None, {}), None),
+        (("Why?", None, {"as_messages": False}), None),
+        ((PROMPT, TEMPLATE, {}), None),
+        (([{"role": "user", "content": "Why?"}], TEMPLATE, {}), None),
     ],
 )
-def test_who_trains_a_chat_model_on_plain_text_is_told(case, warns, run, caplog):
+def test_who_trains_a_chat_model_on_plain_text_is_told_once(case, says, run, caplog):
+    caplog.set_level("INFO")
     prompt, template, entry = case
     _warned.clear()
     rows = [{"prompt": prompt, "chosen": f"So {n}.", "rejected": "No."} for n in range(4)]
     run(rows, datasets=[{"path": "rows.jsonl", **entry}], tokenizer=byte_tokenizer(template=template))
-    assert ("the model's chat template is not applied" in caplog.text) == warns
+    lines = [one for one in caplog.messages if "`as_messages: true` there trains on them as turns" in one]
+    assert [line.startswith(says or "") for line in lines] == ([] if says is None else [True])
 
 
 def test_several_entries_of_plain_text_are_named_in_one_line(run, caplog):

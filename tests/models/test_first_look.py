@@ -120,3 +120,15 @@ def test_weights_that_are_quantised_already_are_not_quantised_again(method, is_r
     assert [f"by {method}. Name the model that they were made from" in problem for problem in packed] == [
         True
     ] * is_refused
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits"), [({"quant_method": "gptq", "bits": 4}, 4), ({"quant_method": "fp8"}, None)]
+)
+def test_weights_that_are_stored_as_integers_do_not_train(stored, bits, tmp_path):
+    folder = folder_with(tmp_path / "m", *WHOLE)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": stored}))
+    assert problems(folder, adapter="lora") == []
+    assert [f"stored in {bits} bits, by gptq" in one and "`adapter: lora`" in one for one in problems(folder)] == (
+        [True] if bits else []
+    )

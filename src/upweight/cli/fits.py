@@ -15,6 +15,7 @@ from upweight.cli.inputs import RUN, is_of_run, read_config
 from upweight.config import Config, parse_config
 from upweight.config.peers import method_advice
 from upweight.config.resolve import memory_settings
+from upweight.config.sections.model import AdapterSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError, did_you_mean
 from upweight.methods import METHODS
@@ -156,11 +157,12 @@ def report(
 ) -> tuple[list[str], bool]:
     """Return the estimates as lines, the config's way marked, and whether it fits; `modes`: the config in each mode."""
     model = ModelNeeds.of(config)
+    kinds = _kinds(config, model)
     configured: Way = trained_weights(config), config.optim.memory
     plans: dict[Way, MemoryPlan] = {
-        (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in TRAINED_KINDS for mode in MODES
+        (trained, mode): plan_memory(modes[mode], card, trained, model) for trained in kinds for mode in MODES
     }
-    if model.shape.experts and _may_pack(config):
+    if model.shape.experts and "qlora" in kinds and _may_pack(config):
         plans |= {(PACKED, mode): plan_memory(_packed(modes[mode]), card, "qlora", model) for mode in MODES}
     rows: list[tuple[str, ...]] = [HEADINGS]
     for (trained, mode), plan in plans.items():
@@ -171,7 +173,9 @@ def report(
         rows.append((mark + trained, mode, *cells, "yes" if plan.fits else "no", str(plan.longest)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     length, sequences = row_tokens(config)
-    what = f"{model.shape.parameters / 1e9:.2f} billion weights in bfloat16, {config.method.name}"
+    method, bits = model.shape.stored
+    stored = "bfloat16" if bits is None else f"{bits} bits, as {method} stores them"
+    what = f"{model.shape.parameters / 1e9:.2f} billion weights in {stored}, {config.method.name}"
     what += f" on sequences of {length:,} tokens, at least {sequences} in a forward"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
     if config.method.needs_teacher and not config.teacher.places:
@@ -186,6 +190,18 @@ def report(
         f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
     )
     return [*about, *table, answer(config, modes, plans, card, model) + bound], plans[configured].fits and not too_long
+
+
+def _kinds(config: Config, model: ModelNeeds) -> list[TrainedWeights]:
+    """Return what may be trained of a model; raise where the config asks for what its stored weights do not allow."""
+    stored, source = model.shape.stored, config.model.base_model or ""
+    if (problem := stored.problem(config.adapter, source)) is not None:
+        raise UserError(problem)
+    ways: dict[TrainedWeights, AdapterSection] = {
+        kind: AdapterSection(kind=None if kind == "all" else kind, load_in_4bit=kind == "qlora")
+        for kind in TRAINED_KINDS
+    }
+    return [kind for kind, adapter in ways.items() if stored.problem(adapter, source) is None]
 
 
 def answer(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, ConfigError, load_config, parse_config
+from upweight.config.modernise import Spelling
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides, joined_options
 from upweight.errors import UserError
-from upweight.log import warn_once
+from upweight.log import inform_once, warn_once
 from upweight.methods.base import Method
 from upweight.runs.files import RECORD, holds_run, no_run_in, no_such_run, read_json
 
@@ -32,24 +34,30 @@ class TrainedModel:
 
 
 def load_with_notices(
-    path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True
+    path: Path, overrides: list[str] | None, *, fragment: bool = False, asks_hub: bool = True, whole: bool = False
 ) -> Config:
-    """Load a config and show its notices as warnings, also where it has errors."""
+    """Load a config and show its notices, also where it has errors; those on names one by one if `whole`."""
     overrides = overrides or []
     try:
         config = read_config(path, overrides, fragment=fragment, asks_hub=asks_hub)
     except ConfigError as error:
-        _show_notices(error.notices, path, overrides)
+        _show_notices(error.notices, path, overrides, whole)
         raise
-    _show_notices(config.notices, path, overrides)
+    _show_notices(config.notices, path, overrides, whole)
     return config
 
 
-def _show_notices(notices: Sequence[str], path: Path, overrides: list[str]) -> None:
-    for notice in notices:
-        # The config of a run has every key, so that only the keys of the command line are the user's.
-        if not is_of_run(path) or any(notice.startswith(one.partition("=")[0]) for one in overrides):
+def _show_notices(notices: Sequence[str], path: Path, overrides: list[str], whole: bool) -> None:
+    # The config of a run has every key, so that only the keys of the command line are the user's.
+    named = tuple(one.partition("=")[0] for one in overrides)
+    shown = [notice for notice in notices if not is_of_run(path) or notice.startswith(named)]
+    spellings = [notice for notice in shown if isinstance(notice, Spelling)]
+    for notice in shown:
+        if whole or len(spellings) < 2 or notice not in spellings:
             warn_once(notice)
+    if not whole and len(spellings) > 1:
+        what = f"{len(spellings)} notices on keys that have other names here or need not be set"
+        inform_once(f"{what}: upweight validate {shlex.quote(str(path))} prints them")
 
 
 def read_config(path: Path, overrides: list[str], *, fragment: bool = False, asks_hub: bool = True) -> Config:

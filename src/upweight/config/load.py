@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from upweight.config.config import SECTIONS, Config, ConfigError, blocks, general_keys, how_to_choose, method_keys
 from upweight.config.explain import brief, explain, show
-from upweight.config.modernise import Findings, asks_for_something, modernise
+from upweight.config.modernise import Findings, Spelling, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
 from upweight.config.rules import check
@@ -91,7 +91,7 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
         else:
             text = _suggestion(path, value) if len(findings.errors) < MOST_SUGGESTIONS else "unknown key."
             findings.errors.append(f"{path if path.isprintable() else ascii(path)}: {text}")
-    findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items()]
+    findings.notices += [Spelling(f"{', '.join(paths)}: nothing to do: {why}") for why, paths in satisfied.items()]
     return flat
 
 

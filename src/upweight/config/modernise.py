@@ -13,6 +13,12 @@ AXOLOTL_TEMPERATURE = 0.7  # of answers that are sampled without naming one
 SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
 
+class Spelling(str):
+    """A notice on a key that has another name here, or asks for what always happens: it changes nothing."""
+
+    __slots__ = ()
+
+
 @dataclass
 class Findings:
     """The errors and notices about a config."""
@@ -46,7 +52,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     _rename_checkpointing(content, findings)
     if isinstance(optimizer := content.get("optimizer"), str) and optimizer in peers.OPTIMIZERS:
         content["optimizer"] = peers.OPTIMIZERS[optimizer]
-        findings.notices.append(f"optimizer: {optimizer!r} is called '{content['optimizer']}' here")
+        findings.notices.append(Spelling(f"optimizer: {optimizer!r} is called '{content['optimizer']}' here"))
     if content.get("torch_compile") == "auto":  # leaves the choice to the trainer
         findings.notices.append("torch_compile: 'auto' compiles attention and head on a GPU; layers are not compiled")
         content["torch_compile"] = False
@@ -58,7 +64,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     if isinstance(content.get("tokens"), dict):  # the deprecated form
         _rename_key(content, "tokens", "special_tokens", findings)
     if content.get("chat_template") in peers.IN_TOKENIZERS:
-        findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
+        findings.notices.append(Spelling(f"chat_template: {content['chat_template']} is taken from the tokenizer"))
         content["chat_template"] = "tokenizer_default"
     lists = [content[key] for key in ("datasets", "test_datasets") if isinstance(content.get(key), list)]
     for row in (row for rows in lists for row in rows if isinstance(row, dict)):
@@ -80,7 +86,7 @@ def _rename_fsdp_keys(content: dict[Any, Any], findings: Findings) -> None:
             findings.errors.append(f"fsdp_config.{key}: contradicts 'fsdp_config.{plain}'. Keep one.")
         block[plain] = block.pop(key)
     if prefixed:
-        findings.notices.append("fsdp_config: the prefix 'fsdp_' of its keys is not needed")
+        findings.notices.append(Spelling("fsdp_config: the prefix 'fsdp_' of its keys is not needed"))
     for key in ("sharding_strategy", "reshard_after_forward"):
         word = str(block.get(key)).upper()
         if word in SHARDING_WORDS:
@@ -93,7 +99,9 @@ def _rename_key(content: dict[Any, Any], old: str, new: str, findings: Findings,
     value = holder.pop(name, None)
     if value is None:
         return
-    findings.notices.append(f"{old}: is now called '{new}'" if deprecated else f"{old}: is called '{new}' here")
+    findings.notices.append(
+        Spelling(f"{old}: is now called '{new}'" if deprecated else f"{old}: is called '{new}' here")
+    )
     target, new_name = _parent_mapping(content, new, make=True)
     if target.get(new_name) not in (None, value):
         findings.errors.append(f"{old}: contradicts '{new}', which means the same. Keep only '{new}'.")
@@ -118,7 +126,9 @@ def _pretraining(content: dict[Any, Any], findings: Findings) -> None:
         findings.errors.append("pretraining_dataset: 'datasets' is set too. Keep one of them.")
         return
     rows = [{"path": row} if isinstance(row, str) else row for row in (given if isinstance(given, list) else [given])]
-    findings.notices.append("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
+    findings.notices.append(
+        Spelling("pretraining_dataset: is called 'datasets' with 'type: pretrain' and 'streaming' here")
+    )
     content.setdefault("streaming", True)
     content["datasets"] = [{"type": "pretrain", **row} if isinstance(row, dict) else row for row in rows]
 
@@ -137,7 +147,7 @@ def _texts_with_images(row: dict[Any, Any], findings: Findings) -> None:
     """Axolotl's `multimodal_pretrain`, texts with placeholders and a column of images, as the format `completion`."""
     if row.get("type") != "multimodal_pretrain":
         return
-    findings.notices.append("datasets.type: 'multimodal_pretrain' is called 'completion' here")
+    findings.notices.append(Spelling("datasets.type: 'multimodal_pretrain' is called 'completion' here"))
     row["type"] = "completion"
     if asks_for_something(column := row.pop("text_column", None)):
         row["field"] = column
@@ -204,7 +214,7 @@ def _rename_precision(content: dict[Any, Any], findings: Findings) -> None:
         findings.errors.append(f"torch_dtype: expected one of {', '.join(PRECISIONS)}, got {dtype!r}")
         return
     key, value = PRECISIONS[word]
-    findings.notices.append(f"{named}: is called '{key}: {str(value).lower()}' here")
+    findings.notices.append(Spelling(f"{named}: is called '{key}: {str(value).lower()}' here"))
     if half is True and content.get("fp16") is False:  # which in Axolotl says that weights are not cast again
         del content["fp16"]
     if content.get(key) not in (None, "auto", value):
@@ -224,19 +234,25 @@ def _rename_attention(content: dict[Any, Any], findings: Findings) -> None:
         findings.errors.append(f"{on[0]}: {both} are set. Keep one.")
     elif on:
         content["attn_implementation"] = peers.ATTENTION_SWITCHES[on[0]]
-        findings.notices.append(f"{on[0]}: is now called 'attn_implementation: {peers.ATTENTION_SWITCHES[on[0]]}'")
+        findings.notices.append(
+            Spelling(f"{on[0]}: is now called 'attn_implementation: {peers.ATTENTION_SWITCHES[on[0]]}'")
+        )
     elif isinstance(chosen, str) and (chosen in OTHER_ATTENTION or "/" in chosen):
         del content["attn_implementation"]
-        findings.notices.append(f"attn_implementation: nothing to do for {chosen!r}: the tree attention serves")
+        findings.notices.append(
+            Spelling(f"attn_implementation: nothing to do for {chosen!r}: the tree attention serves")
+        )
 
 
 def _rename_checkpointing(content: dict[Any, Any], findings: Findings) -> None:
     """Rename the offloading values of other trainers to `activation_offloading: true`."""
     if (value := content.get("gradient_checkpointing")) in ("offload", "offload_disk", "unsloth"):
-        findings.notices.append(f"gradient_checkpointing: {value!r} is called 'activation_offloading: true' here")
+        findings.notices.append(
+            Spelling(f"gradient_checkpointing: {value!r} is called 'activation_offloading: true' here")
+        )
         content["gradient_checkpointing"] = content["activation_offloading"] = True
     if content.get("activation_offloading") in ("legacy", "disk", "hidden_states"):
-        findings.notices.append("activation_offloading: activations go to host memory: use 'true'")
+        findings.notices.append(Spelling("activation_offloading: activations go to host memory: use 'true'"))
         content["activation_offloading"] = True
 
 
@@ -262,7 +278,9 @@ def _check_plugins(content: dict[Any, Any], findings: Findings) -> None:
     plugins = content.get("plugins")
     for plugin in (one for one in plugins if isinstance(one, str)) if isinstance(plugins, list) else ():
         if plugin in peers.PLUGINS:
-            findings.notices.append(f"{plugin.rpartition('.')[2]} in plugins: nothing to do: {peers.PLUGINS[plugin]}")
+            findings.notices.append(
+                Spelling(f"{plugin.rpartition('.')[2]} in plugins: nothing to do: {peers.PLUGINS[plugin]}")
+            )
         else:
             findings.errors.append(f"plugins: {plugin!r} is not supported. Plugins of other trainers cannot be loaded.")
 

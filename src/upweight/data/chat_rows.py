@@ -7,7 +7,7 @@ from upweight.config.rules.data import CHAT_KINDS
 from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Example, Format, Setup
 from upweight.data.raw_row import Row, RowError, marked, read_label
-from upweight.log import warn_once
+from upweight.log import inform_once, warn_once
 
 ANSWERS = ("chosen", "rejected", "completion")
 ANSWERS_OF = {"pairs": ANSWERS[:2], "text": ANSWERS[2:], "labelled": ANSWERS}  # by the kind of data
@@ -75,23 +75,26 @@ def _columns_of(setup: Setup) -> dict[str, str]:
 
 
 def has_plain_prompts(setup: Setup, row: Mapping[str, Any]) -> bool:
-    """Return whether prompts are plain text for a model with a chat template, and the entry does not ask for it."""
+    """Return whether prompts are plain text for a model with a chat template, and are not made turns."""
     template = getattr(setup.tokens.tokenizer, "chat_template", None)
     has_choice = setup.method.formats() in CHAT_KINDS and not isinstance(setup.entry.type, str)
-    if setup.entry.as_messages is not None or not template or not has_choice:
+    if setup.entry.as_messages or not template or not has_choice:
         return False
     prompt = Row(row).value(_columns_of(setup)["prompt"])
     marks = [mark for mark in setup.tokens.tokenizer.all_special_tokens if len(mark) > 2]
     return isinstance(prompt, str) and not any(mark in prompt for mark in marks)
 
 
-def warn_of_plain_prompts(places: Sequence[str]) -> None:
-    """Warn once of all entries whose prompts are plain text."""
-    if not places:
-        return
-    entry = "this entry" if len(places) == 1 else "these entries"
-    warn_once(
-        f"{', '.join(places)}: these prompts are plain text, and the model's chat template is not applied to them, "
-        f"while `upweight inference` applies it. `as_messages: true` in {entry} trains on them as turns of a user and "
-        "an assistant; `as_messages: false` keeps plain text without this line"
-    )
+def tell_of_plain_prompts(unasked: Sequence[str], chosen: Sequence[str]) -> None:
+    """Warn once of entries with prompts of plain text, and tell of those that `as_messages: false` chose."""
+    turns = "`as_messages: true` there trains on them as turns of a user and an assistant"
+    if unasked:
+        warn_once(
+            f"{', '.join(unasked)}: these prompts are plain text, and the model's chat template is not applied to "
+            f"them, while chat programs apply it. {turns}; `as_messages: false` keeps plain text without this warning"
+        )
+    if chosen:
+        inform_once(
+            f"{', '.join(chosen)}: prompts stay plain text (`as_messages: false`), as `upweight inference` will write "
+            f"them; other chat programs apply the model's chat template. {turns}"
+        )

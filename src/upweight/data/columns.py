@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
+from unicodedata import combining, normalize
 
 # Columns that a `type` mapping can name, by the kind of data.
 ROLES = {
@@ -20,7 +21,18 @@ ROLES = {
 ASKED = ("prompt", "question", "instruction", "query", "input", "problem", "task", "user", "context", "request",
          "message", "inquiry")  # fmt: skip
 ANSWERERS = {"agent", "assistant", "bot", "model", "system"}  # whose messages are no prompts
-ANSWERED = ("completion", "output", "answer", "response", "reply", "solution", "target", "assistant", "text")
+ANSWERED = (
+    "completion",
+    "output",
+    "answer",
+    "response",
+    "reply",
+    "solution",
+    "target",
+    "expected",
+    "assistant",
+    "text",
+)
 NAMES = {  # words in the names of columns, the likeliest first
     "prompt": ASKED,
     "instruction": ("instruction", *ASKED),
@@ -43,6 +55,26 @@ NAMES = {  # words in the names of columns, the likeliest first
         "csat",
     ),
 }
+# What these words are in German, French, Spanish, Portuguese, Italian and Chinese, without accents.
+FOREIGN = {
+    "question": "frage pregunta pergunta domanda 问题 提问",
+    "request": "anfrage demande solicitud consulta richiesta 请求",
+    "instruction": "anweisung consigne instruccion instrucao istruzione 指令",
+    "task": "aufgabe tache tarea tarefa compito 任务",
+    "input": "eingabe entree entrada 输入",
+    "answer": "antwort reponse respuesta resposta risposta 回答 答案 回复",
+    "output": "ausgabe sortie salida saida 输出",
+    "solution": "losung loesung solucion solucao soluzione 解答",
+    "expected": "erwartet attendu attendue esperado esperada atteso attesa 期望 ergebnis resultado risultato 结果",
+    "better": "besser bessere meilleur meilleure mejor melhor migliore 更好",
+    "worse": "schlechter schlechtere pire peor pior peggiore 更差",
+    "chosen": "gewahlt gewaehlt choisi choisie elegido elegida escolhido escolhida scelto scelta 选中",
+    "rejected": "abgelehnt rejete rejetee rechazado rechazada rejeitado rejeitada rifiutato rifiutata 拒绝",
+    "rating": "bewertung calificacion avaliacao valutazione 评分",
+    "helpful": "hilfreich utile util 有用",
+    "correct": "richtig korrekt correcto correto corretto 正确",
+}
+COMPOUND = 5  # letters of a word that may end a longer one, as `frage` ends `Kundenfrage`
 OTHER = {"other", "alternative", "second"}  # the rejected one of two columns whose names are the same but for a word
 # What rows without a `type` need, by the kind of data: all of one of these.
 PLAIN = {
@@ -83,9 +115,20 @@ def _other_than(chosen: str, columns: Iterable[str]) -> str | None:
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words in the name of a column: `userQuestion_1` holds user and question."""
+    """Return the words in the name of a column, in English too: `userQuestion_1` holds user and question."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return [name.lower(), *re.findall(r"[a-z]+", spaced.lower())]
+    letters = "".join(letter for letter in normalize("NFKD", spaced.lower()) if not combining(letter))
+    words = re.findall(r"[^\W\d_]+", letters)
+    return [name.lower(), *words, *(english for english, others in FOREIGN.items() if _has_one(words, others.split()))]
+
+
+def _has_one(words: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether words are among others, or end in one of them; Chinese has no spaces between words."""
+    return any(
+        word == one or (len(one) >= COMPOUND and word.endswith(one)) or (not one.isascii() and one in word)
+        for word in words
+        for one in others
+    )
 
 
 def type_mapping(kind: str, columns: Iterable[str]) -> str | None:

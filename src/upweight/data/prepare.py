@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
-from upweight.data.chat_rows import has_plain_prompts, warn_of_plain_prompts
+from upweight.data.chat_rows import has_plain_prompts, tell_of_plain_prompts
 from upweight.data.cleaning import Signatures, TrainedPrompts
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import Record
@@ -109,7 +109,7 @@ def template_of(entries: Sequence[Entry]) -> str | None:
 def prepare(config: Config, tokenizer: Any) -> Prepared | None:
     """Prepare a config's data, or read it from the cache if nothing that shapes it changed; None: all is streamed."""
     entries = _entries(config, tokenizer, None)
-    _warn_of_plain_prompts(entries)
+    _tell_of_plain_prompts(entries)
     trains = any(not entry.opened.evaluation for entry in entries)
     return _prepare_cached(config, tokenizer, entries, trains=trains) if entries else None
 
@@ -118,7 +118,7 @@ def preview(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data for a report on it: of streams, the first rows."""
     held_out = int(config.data.val_set_size)
     entries = _entries(config, tokenizer, PREVIEWED_ROWS + held_out)
-    _warn_of_plain_prompts(entries)
+    _tell_of_plain_prompts(entries)
     return _prepare_cached(config, tokenizer, entries, trains=all(not row.streaming for row in config.data.datasets))
 
 
@@ -135,13 +135,13 @@ def _entries(config: Config, tokenizer: Any, first: int | None) -> tuple[Entry, 
     return tuple(entries)
 
 
-def _warn_of_plain_prompts(entries: Sequence[Entry]) -> None:
-    places: list[str] = []
+def _tell_of_plain_prompts(entries: Sequence[Entry]) -> None:
+    places: dict[bool, list[str]] = {True: [], False: []}  # by whether the entry chose plain text
     for entry in entries:
-        rows = entry.opened.rows()
-        if entry.encoder.transform is None and len(rows):
-            places += [entry.opened.where] if has_plain_prompts(entry.encoder.setup, rows.take(0, 1)[0]) else []
-    warn_of_plain_prompts(places)
+        rows, setup = entry.opened.rows(), entry.encoder.setup
+        if entry.encoder.transform is None and len(rows) and has_plain_prompts(setup, rows.take(0, 1)[0]):
+            places[setup.entry.as_messages is False].append(entry.opened.where)
+    tell_of_plain_prompts(places[False], places[True])
 
 
 def prepare_given(

@@ -21,7 +21,7 @@ from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.log import counted
-from upweight.models.first_look import model_problems
+from upweight.models.first_look import Stored, model_problems
 from upweight.models.load import load_failures, load_model_config
 from upweight.models.memory import GIB, Memory
 from upweight.models.memory_plan import plan_memory, trained_weights
@@ -112,9 +112,10 @@ def _memory(state: CheckState) -> Iterator[Finding]:
 
 
 def _remedies(config: Config) -> str:
-    """Return what needs less memory, the cheapest first, without what the config has already."""
+    """Return what needs less memory, the cheapest first, without what the config has, or its model does not allow."""
     trained = trained_weights(config)
-    there = {"'adapter: lora'": trained != "all", "'adapter: qlora'": trained == "qlora"}
+    stored = Stored.of(getattr(load_model_config(config.model), "quantization_config", None))
+    there = {"'adapter: lora'": trained != "all", "'adapter: qlora'": trained == "qlora" or not stored.takes_4bit}
     there["'memory: lean'"] = config.optim.memory == "lean"
     rest = [one for one in LESS_MEMORY.split("; ") if not any(is_set and key in one for key, is_set in there.items())]
     return "; ".join(rest)

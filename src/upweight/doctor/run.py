@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from upweight.config import load_config
-from upweight.config.rules.training import single_answers, unusual_rate
 from upweight.config.sections.training import LESS_MEMORY
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
@@ -27,6 +25,7 @@ from upweight.runs.files import (
 )
 from upweight.runs.health import Waiting, too_early, verdicts
 from upweight.runs.report.run import folders_of, run_status
+from upweight.runs.settings import settings_warnings
 
 MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 MEMORY_REMEDIES = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
@@ -66,7 +65,8 @@ def check_run(folder: Path) -> list[Finding]:
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
         )
     failed, remedies = ended.level == "alarm", _remedies_of_script(folder) if "settings" in record else {}
-    return [ended, *damaged, *_check_rate(folder, record), *_check_health(rows, remedies, failed=failed)]
+    warnings = [Finding("warning", "keys", warning) for warning in settings_warnings(folder, record)]
+    return [ended, *damaged, *warnings, *_check_health(rows, remedies, failed=failed)]
 
 
 def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
@@ -88,17 +88,6 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)
-
-
-def _check_rate(folder: Path, record: dict[str, Any]) -> Iterator[Finding]:
-    """Repeat the warnings about a learning rate and steps of one answer that the run gave at its start."""
-    beside = Path(record.get("config_folder") or folder)  # has the user's code
-    try:
-        config = load_config(folder / CONFIG, fragment=True, folder=beside)
-    except UserError:  # of another version, or its code is gone; the metrics can be judged all the same
-        return
-    warnings = (*unusual_rate(config), *single_answers(config))
-    yield from (Finding("warning", "keys", warning) for warning in warnings)
 
 
 def _remedies_of_script(folder: Path) -> dict[str, str]:

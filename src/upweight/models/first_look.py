@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from upweight.config import Config
 from upweight.config.sections.model import AdapterSection, ModelSection
@@ -31,7 +31,7 @@ def model_problems(config: Config) -> Iterator[str]:
     if path.is_dir():
         if (problem := _unusable(path, section)) is not None:
             yield f"base_model: {path} {problem}"
-        elif (problem := stored_quantised(_quantisation_of(path), first.adapter, section.base_model)) is not None:
+        elif (problem := Stored.of(_quantisation_of(path)).problem(first.adapter, section.base_model)) is not None:
             yield f"{problem}."
     elif path.is_file():
         if path.suffix != ".gguf":
@@ -49,14 +49,41 @@ def _missing(key: str, place: str) -> Iterator[str]:
         yield f"{key}: {place} is no folder here (looked in {path.absolute()}).{meant}"
 
 
-def stored_quantised(stored: Any, adapter: AdapterSection, source: str) -> str | None:
-    """Return that weights are to be quantised which are stored in another quantised form, by what their config says."""
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    if method in (None, "bitsandbytes", "bitnet") or not (adapter.load_in_4bit or adapter.load_in_8bit):
+class Stored(NamedTuple):
+    """How the files of a model are quantised, and in how many bits a weight, as far as its config says."""
+
+    method: str | None = None
+    bits: int | None = None
+
+    @classmethod
+    def of(cls, quantization_config: Any) -> "Stored":
+        """Read what a model's config says, which is a dict or an object."""
+        of_object = getattr(quantization_config, "__dict__", {})
+        fields = quantization_config if isinstance(quantization_config, dict) else of_object
+        name, bits = fields.get("quant_method"), fields.get("bits")
+        if name in (None, "bitnet"):  # which computes from plain weights
+            return cls()
+        bits = bits or (4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else None)
+        return cls(str(getattr(name, "value", name)), bits if isinstance(bits, int) else None)
+
+    @property
+    def takes_4bit(self) -> bool:
+        """Whether `load_in_4bit` may be set: for plain weights, and those that bitsandbytes stored."""
+        return self.method in (None, "bitsandbytes")
+
+    def problem(self, adapter: AdapterSection, source: str) -> str | None:
+        """Return what the settings ask for that the stored weights do not allow."""
+        remedy = "Name the model that they were made from"
+        if not self.takes_4bit and (adapter.load_in_4bit or adapter.load_in_8bit):
+            key, how = (
+                "load_in_4bit" if adapter.load_in_4bit else "load_in_8bit",
+                "its weights are quantised as they are",
+            )
+            return f"{key}: the weights of {source!r} are quantised already, by {self.method}. {remedy}: {how} loaded"
+        if self.bits is not None and adapter.kind is None:
+            how = f"are stored in {self.bits} bits, by {self.method}, and do not train"
+            return f"base_model: the weights of {source!r} {how}. Set `adapter: lora`, or n{remedy[1:]}"
         return None
-    key = "load_in_4bit" if adapter.load_in_4bit else "load_in_8bit"
-    remedy = "Name the model that they were made from: its weights are quantised as they are loaded"
-    return f"{key}: the weights of {source!r} are quantised already, by {method}. {remedy}"
 
 
 def _quantisation_of(folder: Path) -> Any:

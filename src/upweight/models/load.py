@@ -26,7 +26,7 @@ from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
 from upweight.log import inform_once, logger, warn_once
-from upweight.models.first_look import broken_weights, packed_remedy, stored_quantised
+from upweight.models.first_look import Stored, broken_weights, packed_remedy
 from upweight.models.hub import is_offline, local_copy, models_here
 from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
@@ -207,7 +207,7 @@ def load_model(
         packed = getattr(transformers, "GgufConfig", None)  # without this class transformers always unpacks
         options |= {"gguf_file": gguf_file} | ({"quantization_config": packed(dequantize=True)} if packed else {})
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
-        if (problem := stored_quantised(getattr(config, "quantization_config", None), adapter, source)) is not None:
+        if (problem := Stored.of(getattr(config, "quantization_config", None)).problem(adapter, source)) is not None:
             raise UserError(problem)
         options |= _quantization_args(adapter, dtype)
     set_seed(seed)

@@ -17,6 +17,7 @@ from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSe
 from upweight.config.sections.training import LESS_MEMORY, OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
+from upweight.models.first_look import Stored
 from upweight.models.kernels.grouped_experts import WEIGHTS
 from upweight.models.kernels.tiled_mlp import TILE, is_gated_block
 from upweight.models.load import Head, config_with_head, model_without_weights, named_by, teacher_source
@@ -29,6 +30,7 @@ HALF_BYTES, SINGLE_BYTES = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
 TrainedWeights = Literal["all", "lora", "qlora"]
 QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
+SCALES = 0.03  # bytes of them for a weight that is stored in so many bits, as the usual group of 128 has them
 HEAD_CHUNK = 2**27 * 2 * HALF_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
 # Of the memory that is free once the weights are loaded: the activations of one forward, which fix its tokens; keys and
 # values of sampling in this process, at each rollout; activations that need not be recomputed, at the first step.
@@ -135,6 +137,7 @@ class Shape:
     experts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of expert weights, by their whole names
     positions: int | None = None  # that a sequence may have at most, where the model says so
     modules: dict[str, dict[str, int]] = field(default_factory=dict)  # sizes of weights by names, by module name
+    stored: Stored = field(default_factory=Stored)
 
     def head_bytes(self, savings: Savings, tokens: int | None = None) -> int:
         """Return the bytes of the projections of one chunk and their gradients, of at most so many tokens."""
@@ -194,7 +197,9 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     if not any(map(is_gated_block, model.modules())):
         token = replace(token, block=0)
     modules = _sizes_in_modules(model)
-    return Shape(sum(sizes), max(sizes), dict(linear), inside, token, vocabulary, experts, positions, modules)
+    stored = Stored.of(getattr(config, "quantization_config", None))
+    shape = Shape(sum(sizes), max(sizes), dict(linear), inside, token, vocabulary, experts, positions, modules, stored)
+    return shape if stored.bits is None else shape.quantised()
 
 
 def _sizes_in_modules(model: nn.Module) -> dict[str, dict[str, int]]:
@@ -241,7 +246,9 @@ def optimizer_bytes(name: str) -> int:
 
 def weight_bytes(shape: Shape, packed: AdapterSection | TeacherSection | None = None) -> float:
     """Return the bytes of a model's weights in half precision; `packed` says what is quantised."""
-    each = next((size for name, size in QUANTISED_BYTES.items() if getattr(packed, name, False)), HALF_BYTES)
+    bits = shape.stored.bits
+    plain = HALF_BYTES if bits is None else bits / 8 + SCALES
+    each = next((size for name, size in QUANTISED_BYTES.items() if getattr(packed, name, False)), plain)
     quantised, unpacked = shape.linear_parameters, 0
     if getattr(packed, "pack_experts", False) and shape.experts:
         sizes = [prod(weight) for weight in shape.experts.values()]

@@ -4,6 +4,7 @@ import csv
 import re
 import runpy
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -23,12 +24,12 @@ PAIRS = [
     {"prompt": "Where is it?", "chosen": "At the door.", "rejected": "No idea."},
 ]
 COMPARED = WINNERS.replace("ticket_id;ticket_text;reply_a;reply_b;winner", "Nr;Frage;Antwort 1;Antwort 2;Besser")
-LABELS = """Frage;Antwort;Bewertung
-How do I pay?;By card.;gut
-Where is it?;No idea.;schlecht
+LABELS = """Kunde;Wir;Urteil
+How do I pay?;By card.;fein
+Where is it?;No idea.;mies
 Who are you?;I am me.;neutral
 What is it?;It is this.;
-How much is it?;Ten a day.;gut
+How much is it?;Ten a day.;fein
 """
 RATINGS = "Question;Answer;Rating\nHow so?;Like so.;1\nWhy so?;Because so.;\nHow so?;Not so.;5\n"
 
@@ -109,16 +110,19 @@ def test_marks_of_a_winner_that_say_nothing_are_asked_for(go, tmp_path):
 
 def test_answers_with_names_in_another_language_become_pairs(go, tmp_path):
     text = COMPARED.replace(";a\n", ";1\n").replace(";b\n", ";2\n")
-    named = asked(go("mine.csv", text), "--columns")
-    assert named == "prompt=Frage,answer_a=Antwort 1,answer_b=Antwort 2,winner=Besser"
-    assert go("mine.csv", text, columns=named) is None
+    assert go("mine.csv", text) is None
+    assert rows_read(tmp_path) == PAIRS
+    unknown = text.replace("Frage;Antwort 1;Antwort 2;Besser", "Kunde;Wir 1;Wir 2;Lieber")
+    named = asked(go("mine.csv", unknown), "--columns")
+    assert named == "prompt=Kunde,answer_a=Wir 1,answer_b=Wir 2,winner=Lieber"
+    assert go("mine.csv", unknown, columns=named) is None
     assert rows_read(tmp_path) == PAIRS
 
 
 def test_values_with_commas_are_named_with_semicolons(go, tmp_path):
     rows = [(f"Wie {n}?", f"So {n}.", ("2,5", "4,5", "3,5")[n % 3]) for n in range(12)]
-    text = "Frage;Antwort;Bewertung\n" + "".join(";".join(row) + "\n" for row in rows)
-    named = "prompt=Frage,completion=Antwort,label=Bewertung"
+    text = "Kunde;Wir;Urteil\n" + "".join(";".join(row) + "\n" for row in rows)
+    named = "prompt=Kunde,completion=Wir,label=Urteil"
     problem = go("mine.csv", text, method="kto", columns=named)
     assert asked(problem, "--values") == "2,5=?;4,5=?;3,5=?"
     assert go("mine.csv", text, method="kto", columns=named, values="2,5=false;4,5=true") is None
@@ -129,11 +133,11 @@ def test_values_with_commas_are_named_with_semicolons(go, tmp_path):
 def test_labels_with_names_in_another_language_become_true_and_false(go, tmp_path, method, caplog):
     caplog.set_level("INFO")
     named = asked(go("mine.csv", LABELS, method=method), "--columns")
-    assert named == "prompt=Frage,completion=Antwort,label=Bewertung"
+    assert named == "prompt=Kunde,completion=Wir,label=Urteil"
     problem = go("mine.csv", LABELS, method=method, columns=named)
-    assert asked(problem, "--values") == "gut=?,schlecht=?,neutral=?"
-    assert go("mine.csv", LABELS, method=method, columns=named, values="gut=true,schlecht=false") is None
-    said = "in 'Bewertung', 'gut' is true, 'schlecht' is false; rows with 'neutral', nothing are left out"
+    assert asked(problem, "--values") == "fein=?,mies=?,neutral=?"
+    assert go("mine.csv", LABELS, method=method, columns=named, values="fein=true,mies=false") is None
+    said = "in 'Urteil', 'fein' is true, 'mies' is false; rows with 'neutral', nothing are left out"
     assert said in caplog.text
     rows = rows_read(tmp_path)
     assert [row["label"] for row in rows] == [True, False, True]
@@ -142,31 +146,31 @@ def test_labels_with_names_in_another_language_become_true_and_false(go, tmp_pat
 
 
 def test_named_columns_are_mapped_in_the_config(go, tmp_path):
-    assert go("mine.csv", LABELS, columns="prompt=Frage,completion=Antwort") is None
+    assert go("mine.csv", LABELS, columns="prompt=Kunde,completion=Wir") is None
     (entry,) = read_config(tmp_path)["datasets"]
-    assert entry["type"] == {"field_instruction": "Frage", "field_output": "Antwort"}
-    assert go("mine.csv", LABELS.replace("gut", "true").replace("schlecht", "false").replace("neutral", "true").replace(
-        "this.;\n", "this.;false\n"), columns="prompt=Frage,completion=Antwort,label=Bewertung") is None  # fmt: skip
+    assert entry["type"] == {"field_instruction": "Kunde", "field_output": "Wir"}
+    assert go("mine.csv", LABELS.replace("fein", "true").replace("mies", "false").replace("neutral", "true").replace(
+        "this.;\n", "this.;false\n"), columns="prompt=Kunde,completion=Wir,label=Urteil") is None  # fmt: skip
     assert read_config(tmp_path)["rl"] == "kto"
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"columns": "promt=Frage"}, "--columns promt=...: no role. Roles are prompt, completion"),
-        ({"columns": "prompt=Fragen"}, "--columns prompt=Fragen: no such column. There are Frage, Antwort, Bewertung"),
-        ({"columns": "prompt=Frage,completion=Frage"}, "a column has two roles"),
-        ({"columns": "prompt=Frage,completion=Antwort,answer=Bewertung"}, "a column for 'completion' twice"),
-        ({"columns": "Frage"}, "expected NAME=NAME"),
+        ({"columns": "promt=Kunde"}, "--columns promt=...: no role. Roles are prompt, completion"),
+        ({"columns": "prompt=Kunden"}, "--columns prompt=Kunden: no such column. There are Kunde, Wir, Urteil"),
+        ({"columns": "prompt=Kunde,completion=Kunde"}, "a column has two roles"),
+        ({"columns": "prompt=Kunde,completion=Wir,answer=Urteil"}, "a column for 'completion' twice"),
+        ({"columns": "Kunde"}, "expected NAME=NAME"),
         (
-            {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "method": "sft"},
+            {"columns": "prompt=Kunde,completion=Wir,label=Urteil", "method": "sft"},
             "sft reads completion, prompt",
         ),
-        ({"columns": "prompt=Frage,completion=Antwort", "values": "gut=true"}, "--values: sft reads"),
-        ({"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "gut=yes"}, "expected true or false"),
+        ({"columns": "prompt=Kunde,completion=Wir", "values": "fein=true"}, "--values: sft reads"),
+        ({"columns": "prompt=Kunde,completion=Wir,label=Urteil", "values": "fein=yes"}, "expected true or false"),
         (
-            {"columns": "prompt=Frage,completion=Antwort,label=Bewertung", "values": "ok=true"},
-            "'Bewertung' holds 'gut'",
+            {"columns": "prompt=Kunde,completion=Wir,label=Urteil", "values": "ok=true"},
+            "'Urteil' holds 'fein'",
         ),
     ],
 )
@@ -195,8 +199,43 @@ def test_files_of_excel_are_answered_with_the_way_out(go, tmp_path):
 
 def test_answers_that_are_numbers_are_asked_for_and_named(go, tmp_path, caplog):
     caplog.set_level("INFO")
-    sums = "id,Aufgabe,Ergebnis\n1,Was ist drei und vier?,7\n2,Was ist drei und fuenf?,8\n"
+    sums = "id,Was,Wert\n1,Was ist drei und vier?,7\n2,Was ist drei und fuenf?,8\n"
     assert "`answer=NAME` after it" in (go("sums.csv", sums, method="grpo") or "")
-    assert go("sums.csv", method="grpo", columns="prompt=Aufgabe,answer=Ergebnis") is None
-    assert read_config(tmp_path)["trl"]["reward_funcs"] == ["numeric(column='Ergebnis')"]
-    assert "reward numeric compares with 'Ergebnis'" in caplog.text
+    assert go("sums.csv", method="grpo", columns="prompt=Was,answer=Wert") is None
+    assert read_config(tmp_path)["trl"]["reward_funcs"] == ["numeric(column='Wert')"]
+    assert "reward numeric compares with 'Wert'" in caplog.text
+
+
+def in_rows(head):
+    return f"{head}\nHow do I pay?;By card.;paid\nWhere is it?;At the door.;room\nWho are you?;I am me.;seen by A\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "prompt", "answer"),
+    [
+        ("Frage;Antwort;Kategorie", "Frage", "Antwort"),
+        ("Kundenanfrage;Erwartet;Notiz", "Kundenanfrage", "Erwartet"),
+        ("Question posée;Réponse;Catégorie", "Question posée", "Réponse"),
+        ("pregunta;respuesta;categoría", "pregunta", "respuesta"),
+        ("问题;回答;类别", "问题", "回答"),
+    ],
+)
+def test_names_in_other_languages_are_recognised(head, prompt, answer, go, caplog):
+    caplog.set_level("INFO")
+    assert go("rows.csv", in_rows(head)) is None
+    form = read_config(Path())["datasets"][0]["type"]
+    assert (form["field_instruction"], form["field_output"]) == (prompt, answer)
+    assert f"--columns {shlex.quote(f'prompt={prompt},completion={answer}')}" in caplog.text  # how to choose others
+
+
+def test_columns_that_are_not_recognised_are_asked_for(go, tmp_path, monkeypatch, model):
+    text = "Notiz;Kunde;Wir;Thema\nby A;How do I pay?;By card.;pay\nby A;Where is it?;At the door.;way\n"
+    text += "by A;Who are you?;I am me.;who\n"
+    assert "--columns prompt=Kunde,completion=Wir`" in go("rows.csv", text)  # what is in all rows alike is no text
+    (tmp_path / "rows.csv").write_text(text)
+    answers, questions = iter(["prompt=Kunde,completion=Nichts", "", "", ""]), []
+    monkeypatch.setattr("upweight.cli.starter.new._is_terminal", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: (questions.append(question), next(answers))[1])
+    new(tmp_path / "rows.csv", model=model)
+    assert questions[:2] == ["Which columns hold what? [prompt=Kunde,completion=Wir]\n> "] * 2
+    assert read_config(tmp_path)["datasets"][0]["type"]["field_output"] == "Wir"

@@ -208,8 +208,8 @@ def test_whether_an_answer_helped_is_a_label(written):
 
 
 def test_dates_are_no_texts(refused):
-    text = "Am;Frage;Erwiderung\n" + "".join(f"03.11.2026 14:0{n};Wer ist {n}?;Es ist {n}.\n" for n in range(3))
-    assert "--columns prompt=Frage,completion=Erwiderung`" in refused(text)[0]
+    text = "Am;Kunde;Erwiderung\n" + "".join(f"03.11.2026 14:0{n};Wer ist {n}?;Es ist {n}.\n" for n in range(3))
+    assert "--columns prompt=Kunde,completion=Erwiderung`" in refused(text)[0]
 
 
 def test_marks_in_several_spellings_are_all_read(written):
@@ -246,3 +246,10 @@ def test_a_choice_beside_texts_that_it_does_not_compare(tmp_path, monkeypatch):
     (tmp_path / "mine.csv").write_text("question,passage,hint,choice\n" + lines)
     new(tmp_path / "mine.csv", model=MODEL, yes=True)
     assert "rl: grpo" in (tmp_path / "config.yaml").read_text()
+
+
+def test_prompts_beside_texts_of_an_unknown_kind_are_asked_about(written, capsys):
+    written("Question,Wir\n" + "".join(f"Wer ist {n}?,Es ist {n}.\n" for n in range(3)))
+    printed = capsys.readouterr().out
+    assert "if 'Wir' holds answers to imitate: `upweight new " in printed
+    assert "--columns prompt=Question,completion=Wir`" in printed

@@ -34,6 +34,13 @@ def test_a_run_is_drawn_and_its_text_stays_text(tmp_path):
     assert "Before and after" in shown
 
 
+def test_a_rate_that_is_far_from_usual_is_on_the_page(tmp_path):
+    run = write_run(tmp_path / "run", config={"base_model": "x", "rl": "grpo", "learning_rate": 0.1})
+    shown = seen(write_report([run]), tmp_path)
+    assert "<code>learning_rate</code>" in shown
+    assert "0.1 is far above what is usual" in shown
+
+
 def test_pass_rates_are_named_by_what_they_count(tmp_path):
     rates = [{"step": step, "eval_rewards/a/pass@1": step / 40, "eval_rewards/a/pass@4": 1.0} for step in (0, 10)]
     shown = seen(

@@ -8,8 +8,11 @@ import sys
 import pytest
 
 from made_reports import CONFIG, metrics, write_run
+from upweight.doctor.run import check_run
 from upweight.runs.files import this_machine
+from upweight.runs.report.page import PageReader
 from upweight.runs.report.run import RunReader, folders_of
+from upweight.runs.report.text import text_page
 
 
 def read(folder):
@@ -118,3 +121,24 @@ def test_stages_are_read_in_order(tmp_path):
     (tmp_path / "stage-3-empty").mkdir()
     assert [path.name for path in folders_of(tmp_path)] == ["stage-1-first", "stage-2-middle", "stage-10-last"]
     assert folders_of(tmp_path / "stage-3-empty") == [tmp_path / "stage-3-empty"]
+
+
+def test_warnings_on_settings_are_those_of_the_doctor(tmp_path):
+    keys = {"base_model": "x", "rl": "dpo", "learning_rate": 0.1, "datasets": [{"path": "x"}]}
+    folder = write_run(tmp_path / "run", config=keys)
+    reader = RunReader(folder)
+    (warning,) = reader.read("run")["warnings"]
+    assert warning.startswith("learning_rate: 0.1 is far above")
+    assert [one.says for one in check_run(folder) if one.what == "keys"] == [warning]
+    assert f"warning: {warning}"[:60] in text_page(PageReader([folder]).read())
+    (folder / "config.yaml").write_text("rl: dpo\nlearning_rate: 1e-6\n")
+    assert reader.read("run")["warnings"] == []
+
+
+def test_failures_of_a_reward_are_none_where_none_is_logged(tmp_path):
+    rows = [{"step": step, "rewards/a/mean": 0.5} for step in range(1, 6)]
+    for row, failed in ((rows[1], 2.0), (rows[4], 2.0)):
+        row |= {"rewards/a/failed": failed, "rewards/a/failed_share": 0.1}
+    page = PageReader([write_run(tmp_path / "run", rows=rows)]).read()
+    assert page["runs"][0]["metrics"]["rewards/a/failed"] == [0.0, 2.0, 0.0, 0.0, 2.0]
+    assert [chart["title"] for chart in page["charts"]] == ["a", "a without a value"]

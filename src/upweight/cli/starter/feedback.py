@@ -12,9 +12,11 @@ from upweight.data.raw_row import Row, RowError
 from upweight.errors import UserError
 
 GOOD = ("good", "true", "1", "1.0", "yes", "y", "up", "positive", "correct", "right", "liked", "like", "helpful",
-        "accepted", "accept", "desirable", "pass", "+", "thumbs up", "thumbs_up", "👍")  # fmt: skip
+        "accepted", "accept", "desirable", "pass", "+", "thumbs up", "thumbs_up", "👍",
+        "gut", "ja", "richtig", "bon", "oui", "bueno", "sí", "bom", "sim", "buono", "sì", "si", "好", "是")  # fmt: skip
 BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "wrong", "disliked", "dislike",
-       "unhelpful", "rejected", "reject", "undesirable", "fail", "-", "thumbs down", "thumbs_down", "👎")  # fmt: skip
+       "unhelpful", "rejected", "reject", "undesirable", "fail", "-", "thumbs down", "thumbs_down", "👎",
+       "schlecht", "nein", "falsch", "mauvais", "non", "malo", "ruim", "não", "cattivo", "差", "否")  # fmt: skip
 MOST_MARKS = 10  # different ones, of which a command can name each
 RATED = ("rating", "score", "star", "grade", "quality", "csat", "satisfaction")  # in names of columns of ratings
 UNRATED = ("", "n/a", "na", "nan", "none", "null", "-")  # cells of such a column in rows that nobody rated
@@ -94,7 +96,8 @@ def is_label(value: Any) -> bool:
 
 def is_rating(name: str, table: Table) -> bool:
     """Return whether a column holds numbers that grade rows; cells may be empty."""
-    return any(word in name.lower() for word in RATED) and bool(_ratings(name, table))
+    is_named = "rating" in words_of(name) or any(word in name.lower() for word in RATED)
+    return is_named and bool(_ratings(name, table))
 
 
 def _ratings(name: str, table: Table) -> list[str]:

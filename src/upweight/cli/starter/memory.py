@@ -53,8 +53,12 @@ def choose_memory(plan: Plan, output: Path, shape: str | Path | None = None) -> 
     four_bits = {"adapter": "qlora", "load_in_4bit": "true   # needs bitsandbytes"}
     estimate = estimated({})
     ways = [recompute, {**recompute, **four_bits}, {"memory": "lean", **four_bits}]
-    if not estimate.fits and ModelNeeds.of(planned()).shape.experts:
-        ways += [{**way, "quantize_moe_experts": "true"} for way in ways[1:]]
+    if not estimate.fits:
+        of_model = ModelNeeds.of(planned()).shape
+        if not of_model.stored.takes_4bit:
+            ways = [recompute, {"memory": "lean"}]
+        elif of_model.experts:
+            ways += [{**way, "quantize_moe_experts": "true"} for way in ways[1:]]
     for way in ways:
         if not estimate.fits:
             estimate = estimated(way)

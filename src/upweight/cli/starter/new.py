@@ -28,7 +28,7 @@ from upweight.cli.starter.plan import (
     text_of,
 )
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
-from upweight.cli.starter.unrecognised import unrecognised
+from upweight.cli.starter.unrecognised import UnknownColumns, unrecognised
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
 from upweight.log import counted, fitted, logger
@@ -72,7 +72,15 @@ def new(
     winner = feedback.preference(table) if method not in ("grpo", "sft") else None
     planned = partial(_planned, table, winner, memory)
     if method is None:
-        proposed, why = propose(table, winner)
+        try:
+            proposed, why = propose(table, winner)
+        except UnknownColumns as error:
+            if ask is _accept or table.named:
+                raise
+            print(fitted(str(error)))
+            read = partial(read_columns, columns=table.columns)
+            table.named = ask("Which columns hold what?", table.likely(table.likely_kind()), "--columns", read)
+            proposed, why = propose(table, winner)
         print(fitted(f"{table.file}: columns {', '.join(table.columns)}; {why}"))
         plan = ask(f"Which method? ({', '.join(KINDS)})", proposed, "--method", planned)
     else:
@@ -145,7 +153,9 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
         why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
         return "sft", why + feedback.second_answer_advice(table)
     if "prompt" in table.roles("prompts"):
-        return "grpo", "there are prompts without answers: grpo, with a reward function of yours"
+        texts = [name for name in table.varied_texts() if name != table.roles("prompts")["prompt"]]
+        also = f"; if {texts[0]!r} holds answers to imitate: {table.ask_for('text')}" if texts else ""
+        return "grpo", f"there are prompts without answers: grpo, with a reward function of yours{also}"
     raise unrecognised(table)
 
 
@@ -191,7 +201,8 @@ def _map_columns(plan: Plan, winner: Preference | None) -> None:
             raise UserError(_missing_problem(plan, column_of))
         form: dict[str, Any] = {f"field_{role}": name for role, name in column_of.items()}
         plan.entry["type"] = {**form, "label_values": label_values} if label_values else form
-        plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}")
+        chosen = "" if table.named else f"; if others are meant: {table.ask_for(kind)}"
+        plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}{chosen}")
         plan.notes += feedback.mark_notes(plan.entry["type"])
 
 

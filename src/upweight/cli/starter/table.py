@@ -21,6 +21,7 @@ PREFERS = {"preferred", "preference", "prefers", "prefer", "winner", "better", "
 UNDECIDED = {"", "tie", "draw", "equal", "same", "both", "neither", "none"}
 ORDERED = (("a", "b"), ("1", "2"), ("left", "right"), ("first", "second"))  # marks of the first and the second answer
 FEW, SHORT = 5, 30  # values of a column of labels, and characters of one
+GRADES = 3  # values of a column that marks rows as good or bad; one with more says what they are about
 
 
 @dataclass(frozen=True)
@@ -64,25 +65,36 @@ class Table:
 
     def ask_for(self, kind: str, known: Mapping[str, str] | None = None, more: str = "") -> str:
         """Return the command that says which columns are meant, with the columns that are recognised or likely."""
+        given = self.likely(kind, known)
+        return f"`upweight new {shlex.quote(str(self.file))} --columns {shlex.quote(given)}{more}`"
+
+    def likely(self, kind: str, known: Mapping[str, str] | None = None) -> str:
+        """Return the columns of all roles, as `--columns` takes them: those that are recognised, else likely ones."""
         column_of = {ALIASES.get(role, role): name for role, name in self.roles(kind).items()} if kind in ROLES else {}
         roles = NAMED.get(kind) or ROLES[kind]
         column_of |= {**(known or {}), **{role: name for role, name in self.named.items() if role in roles}}
         left = [name for name in self.columns if name not in column_of.values()]
-        texts = [name for name in left if name in self.texts()]
+        texts = [name for name in left if name in self.varied_texts()]
         marks = [name for name in left if self._is_mark(name)]
         for role in roles:
             likely = marks if role in MARKS else texts
             if role not in column_of:
                 column_of[role] = likely.pop(0) if likely else "..."
-        given = ",".join(f"{role}={column_of[role]}" for role in roles)
-        return f"`upweight new {shlex.quote(str(self.file))} --columns {shlex.quote(given)}{more}`"
+        return ",".join(f"{role}={column_of[role]}" for role in roles)
 
-    def ask_for_some(self) -> str:
-        """Return the command that names the columns, for rows of which no column is recognised."""
-        texts = self.texts()
-        is_marked = any(map(self._is_mark, self.columns))
+    def likely_kind(self) -> str:
+        """Return the kind of data that rows may be of which no column is recognised."""
+        is_marked = any(self._is_mark(name) and len({*self.values(name)} - {""}) <= GRADES for name in self.columns)
         kinds = (("prompts", "prompts"), ("text", "labelled"), ("pairs", "preference"))
-        return self.ask_for(kinds[min(max(len(texts), 1), 3) - 1][is_marked])
+        return kinds[min(max(len(self.varied_texts()), 1), 3) - 1][is_marked]
+
+    def varied_texts(self) -> list[str]:
+        """Return the columns of text that may be prompts or answers: most cells are filled, and not with the same."""
+        filled = {name: sum(bool(word_of(row.get(name))) for row in self.rows) for name in self.columns}
+        few = len(self.rows) <= 2
+        return [
+            name for name in self.texts() if few or (2 * filled[name] > len(self.rows) and len(self.values(name)) > 1)
+        ]
 
     def _is_mark(self, name: str) -> bool:
         values = self.values(name)

@@ -11,6 +11,10 @@ from upweight.errors import UserError
 SPEAKER = re.compile(r"^[ \t]*([^\W\d][\w ]{0,20}):[ \t]", re.MULTILINE)  # at the beginning of a turn
 
 
+class UnknownColumns(UserError):
+    """No column is recognised, and the user can say which are meant."""
+
+
 def unrecognised(table: Table) -> UserError:
     """Return the error about a file of which no column is recognised, with the remedy that its cells call for."""
     columns, first = table.columns, table.rows[0] if table.rows else {}
@@ -27,7 +31,9 @@ def unrecognised(table: Table) -> UserError:
             return UserError(f"{problem}. {transcript}: {remedy} (`upweight docs formats` has such a function).")
     if _lacks_names(table):
         problem += ". Line 1 seems to be a row: put a line of names before it, such as `prompt,completion`"
-    return UserError(f"{problem}. If your columns have other names, say which they are: {table.ask_for_some()}")
+    return UnknownColumns(
+        f"{problem}. If your columns have other names, say which they are: {table.ask_for(table.likely_kind())}"
+    )
 
 
 def _is_conversation(value: Any) -> bool:

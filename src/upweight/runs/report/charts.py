@@ -44,12 +44,12 @@ COMPARED = (
     r"loss|reward|rewards/(accuracies|margins|.+/(mean|pass@\d+))|accuracy|margin|mean_token_accuracy|"
     r"completions/(mean_length|clipped_ratio)|ebft/.+"
 )
-UNCHARTED = {"step", "epoch", "total_flos", "train_loss", "train_runtime"}
+UNCHARTED = r"step|epoch|total_flos|train_loss|train_runtime|rewards/.+/failed_share"  # the last: a count has a chart
 
 
 def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
     """Return the charts of these metrics of training and of evaluations (`eval_...`), in page order."""
-    logged = [name for name in dict.fromkeys(trained) if name not in UNCHARTED]
+    logged = [name for name in dict.fromkeys(trained) if not re.fullmatch(UNCHARTED, name)]
     held_out = [split_set(name, logged) for name in dict.fromkeys(evaluated)]
     compared = [metric for _, metric in held_out if _has_chart(metric) and re.fullmatch(COMPARED, metric)]
     names = list(dict.fromkeys([*logged, *compared]))

@@ -14,6 +14,7 @@ from upweight.runs.health import outdated, too_early
 from upweight.runs.report.charts import COMPARED, split_set
 from upweight.runs.report.completions import CompletionsReader, reward_ranges
 from upweight.runs.report.reading import POINTS, columns, number, plain
+from upweight.runs.settings import settings_warnings
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
 ONLINE = ("grpo", "gdpo", "rloo", "ebft")
@@ -31,12 +32,14 @@ class RunReader:
         self.folder = folder
         self.metrics, self.health = JsonLines(folder / METRICS), JsonLines(folder / HEALTH)
         self.written = CompletionsReader(folder)
+        self.warnings: tuple[int | None, list[str]] = (None, [])  # by when the config was written
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the present state of the run as plain values; `name` is its name on the page."""
         rows, record = self.metrics.read(), read_json(self.folder / RECORD)
         config = self._config_of(record)
         steps, values = columns(rows, evaluation=False)
+        _count_no_failures(values)
         eval_steps, evaluated = columns(rows, evaluation=True)
         trained = (key for key in ("reward_model", "process_reward_model") if config.get(key) is True)
         chosen = str(next(trained, config.get("rl") or ("sft" if config else "")))
@@ -59,6 +62,7 @@ class RunReader:
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
             "settings": _flat_keys(config),
             "health": plain(self._verdicts(), LONGEST_VERDICT),
+            "warnings": plain(self._warnings(record), LONGEST_VERDICT),
             "too_early": [one._asdict() for one in too_early(row for row in rows if isinstance(row.get("step"), int))],
             "steps": steps,
             "metrics": values,
@@ -70,6 +74,14 @@ class RunReader:
             "ranges": reward_ranges(completions),
             "notes": notes,
         }
+
+    def _warnings(self, record: Mapping[str, Any]) -> list[str]:
+        """Return what is wrong with the settings, read again only where their file is another."""
+        file = self.folder / CONFIG
+        written = file.stat().st_mtime_ns if file.is_file() else None
+        if self.warnings[0] != written:
+            self.warnings = written, settings_warnings(self.folder, record)
+        return self.warnings[1]
 
     def _verdicts(self) -> list[dict[str, Any]]:
         found = self.health.read()
@@ -83,6 +95,15 @@ class RunReader:
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return _without_secrets(config) if isinstance(config, dict) else {}
+
+
+def _count_no_failures(values: dict[str, list[float | None]]) -> None:
+    """Write 0 where a reward was called and no failure is logged: a line between two failures would say otherwise."""
+    for name, counts in values.items():
+        if name.endswith("/failed") and (means := values.get(f"{name.removesuffix('failed')}mean")):
+            values[name] = [
+                0.0 if count is None and mean is not None else count for count, mean in zip(counts, means, strict=True)
+            ]
 
 
 def folders_of(folder: Path) -> list[Path]:

@@ -98,6 +98,8 @@ def _curve(values: Sequence[float], length: int) -> str:
 
 
 def _health_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
+    for warning in run["warnings"]:
+        yield from textwrap.wrap(f"warning: {warning}", width, initial_indent="  ", subsequent_indent="    ")
     for verdict in run["health"]:
         text = f"{verdict['level']}: {verdict['name']} at step {verdict['step']}: {verdict['meaning']}."
         yield from textwrap.wrap(

@@ -26,7 +26,7 @@ function render(data) {
   whenChanged("curves", [state.stage, runs.map((run) => [run.steps, run.metrics, run.evaluated, run.health, run.state])],
     () => (first || state.redraw ? renderCurves(data, runs) : updateCurves(data, runs)));
   state.redraw = false;
-  whenChanged("health", [state.stage, runs.map((run) => [run.health, run.name, run.state, run.steps.length > 0, run.too_early])], () => renderHealth(data, runs));
+  whenChanged("health", [state.stage, runs.map((run) => [run.health, run.warnings, run.name, run.state, run.steps.length > 0, run.too_early])], () => renderHealth(data, runs));
   whenChanged("held-out", [state.stage, runs.map((run) => [run.held_out, run.name])], () => renderHeldOut(runs));
   whenChanged("completions", [state.stage, runs.map((run) => run.completions.map((part) => [part.set, part.step, part.total])), runs.map((run) => run.state)],
     () => (first || !byId("written") ? renderCompletions(runs) : keepingFocus(() => renderCompletions(runs))));

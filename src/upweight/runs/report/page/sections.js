@@ -130,6 +130,14 @@ function evidence(verdict) {
   return `${verdict.metric} ${show(verdict.value)} (${limit}) for ${plural(verdict.steps || 1, "step")}`;
 }
 
+function settingCard(warning, run, several) {
+  const [key, ...text] = warning.split(": ");
+  return el("li", { class: "verdict warning" },
+    el("div", { class: "verdict-head" }, el("span", { class: "level" }, "Warning"), el("h3", {}, el("code", {}, key)),
+      several && el("span", { class: "small" }, run.name)),
+    el("p", {}, code(sentence(text.join(": ")))));
+}
+
 function verdictCard(verdict, run, several) {
   const metric = String(verdict.metric || "").split(":")[0];
   const chart = curves.drawn.find((drawn) => drawn.chart.series.some(([, name]) => name === metric));
@@ -165,13 +173,15 @@ function renderHealth(data, runs) {
   const all = runs.flatMap((run) => run.health.map((verdict) => [verdict, run]));
   const logged = runs.some((run) => run.steps.length);
   const ended = runs.some((run) => run.state === "failed" || run.state === "killed");
-  section.hidden = !logged && !all.length;
+  const ofSettings = runs.flatMap((run) => run.warnings.map((warning) => settingCard(warning, run, runs.length > 1)));
+  section.hidden = !logged && !all.length && !ofSettings.length;
   if (section.hidden) { fill(section); return; }
   const alarms = (verdict) => (verdict.level === "alarm" ? 0 : 1);
   all.sort(([one], [other]) => alarms(one) - alarms(other) || other.step - one.step);
   const alarmsWait = runs.some((run) => run.too_early.some((rule) => rule.level === "alarm"));
   const early = runs.map((run) => earlyNote(run, runs.length > 1)).filter(Boolean);
   fill(section, el("h2", { id: "health-title" }, "Health"),
+    ofSettings.length > 0 && el("ul", { class: "verdicts" }, ofSettings),
     all.length ? el("ul", { class: "verdicts" }, all.map(([verdict, run]) => verdictCard(verdict, run, runs.length > 1)))
       : ended ? el("p", { class: "well" }, "No rule had spoken before the run broke off.")
         : !alarmsWait && el("p", { class: "well good" }, `No verdicts. What was logged has been held against ${data.rules} rules for runs that go wrong, and none applies.`),
