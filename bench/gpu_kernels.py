@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention.rules import AttentionParams, Rule
+from upweight.models.kernels import gated
 from upweight.models.kernels import linear as kernel
 from upweight.models.kernels.int8_weights import quantised
 from upweight.models.kernels.tiles import FEW_INT8_ROWS, FEW_ROWS
@@ -55,15 +56,15 @@ class Layers:
         if not self.gated:
             return kernel.few_rows_linears(x_ND, weights, [], downs, ups, scalings)
         if len(x_ND) <= FEW_ROWS or not downs:
-            return kernel.few_rows_gated(x_ND, weights, downs, ups, scalings)
+            return gated.few_rows_gated(x_ND, weights, downs, ups, scalings)
         narrow_NR = kernel.few_rows_linears(x_ND, downs, [], [], [], [])
-        return kernel.gated_terms(F.linear(x_ND, weights[0]), F.linear(x_ND, weights[1]), narrow_NR, ups, scalings)
+        return gated.gated_terms(F.linear(x_ND, weights[0]), F.linear(x_ND, weights[1]), narrow_NR, ups, scalings)
 
     def in_int8(self, x_ND: Tensor) -> Tensor:
         """By our kernels for few rows, from weights in 8 bits."""
         values, scales = (list(part) for part in zip(*self.copies, strict=True))
         if self.gated:
-            return kernel.gated_linears(x_ND, values, self.downs, self.ups, self.scalings, scales=scales)
+            return gated.gated_linears(x_ND, values, self.downs, self.ups, self.scalings, scales=scales)
         return kernel.linears(x_ND, values, [], self.downs, self.ups, self.scalings, scales=scales).out_NF
 
     def apart(self, x_ND: Tensor) -> list[Tensor]:

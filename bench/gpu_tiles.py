@@ -28,7 +28,7 @@ from torch import Tensor
 from bench.gpu_kernels import SHAPES, drawn, microseconds, tables
 from bench.gpu_tail import SHAPE_135M
 from upweight.engine.attention.rules import AttentionParams, Rule
-from upweight.models.kernels import launch
+from upweight.models.kernels import gated, launch
 from upweight.models.kernels import linear as kernel
 from upweight.models.kernels.int8_weights import quantised
 from upweight.models.kernels.tiles import GatedTile, Tile, gated_tile_of, tile_of
@@ -128,7 +128,7 @@ class Copies:
         weights, scales = self.weights[number], self.scales[number]
         adapters = self.downs, self.ups, self.scalings
         if self.layer.gated:
-            kernel.gated_linears(x_ND, weights, *adapters, norm, scales)
+            gated.gated_linears(x_ND, weights, *adapters, norm, scales)
         elif self.biases:
             kernel.linears(x_ND, weights, self.biases, *adapters, norm=norm, scales=scales)
         else:
@@ -143,7 +143,7 @@ class Copies:
         x_ND = F.rms_norm(x_ND, x_ND.shape[1:], norm_weight(self.layer.depth), norm.epsilon)
         out = [F.linear(x_ND, weight) for weight in weights]
         if self.layer.gated:
-            kernel.gated_terms(*out, x_ND, [], [])
+            gated.gated_terms(*out, x_ND, [], [])
 
 
 def inputs(layer: Layer, rows: int) -> tuple[Tensor, kernel.InputNorm, Tensor]:
@@ -158,10 +158,10 @@ def norm_weight(width: int) -> Tensor:
 
 @contextmanager
 def patched(layer: Layer, tile: Any, swapped: bool) -> Iterator[None]:
-    name = "gated_tile_of" if layer.gated else "tile_of"
+    module, name = (gated, "gated_tile_of") if layer.gated else (kernel, "tile_of")
     with (
-        patch.object(kernel, name, lambda *_args, **_kwargs: tile),
-        patch.object(kernel, "_swapped", lambda *_: swapped),
+        patch.object(module, name, lambda *_args, **_kwargs: tile),
+        patch.object(module, "is_swapped", lambda *_: swapped),
     ):
         yield
 

@@ -19,7 +19,7 @@ from upweight.errors import UserError
 from upweight.models.kernels.fused_layers import epsilon_of, is_gated_mlp, is_rms_norm, plain_weights
 from upweight.models.kernels.int8_weights import Int8Weights
 from upweight.models.kernels.launch import only_compiling
-from upweight.models.kernels.lora_linear import few_rows, is_few
+from upweight.models.kernels.lora_linear import few_rows, gated, is_few
 from upweight.models.kernels.tiles import FEW_ROWS, most_gated_rows
 from upweight.models.modules import replaced_forwards
 from upweight.sampler.attention import RotatingAttention, Rotation, running_attention
@@ -179,7 +179,7 @@ class FusedDecoder:
 
     def _normed(self, x_ND: Tensor, norm: Any, known: _Known | None) -> tuple[Tensor, Any]:
         """Return the norm of x; or x times the norm's weight, and what is left for a kernel."""
-        if known is None:
+        if known is None or few_rows is None:
             return norm(x_ND), None
         return known.weighted_ND, few_rows.InputNorm(epsilon_of(norm) or 0.0, known.squares_TN)
 
@@ -196,7 +196,7 @@ class FusedDecoder:
                 added = few_rows.linears(
                     x_ND, read, *others, residual_NF=residual_NF, next_weight=weight, scales=scales
                 )
-                if added.weighted_NF is None:
+                if added.weighted_NF is None or next_norm is None:
                     return added.out_NF, None
                 return added.out_NF, _Known(added.out_NF, added.squares_TN, added.weighted_NF, next_norm)
             if not biases and not downs:
@@ -206,18 +206,18 @@ class FusedDecoder:
     def _gated(self, x_ND: Tensor, norm: Any, mlp: Any, known: _Known | None) -> Tensor:
         """Return silu(gate) * up of the norm of x."""
         parts = plain_weights(x_ND, [mlp.gate_proj, mlp.up_proj])
-        if few_rows is None or parts is None or parts[1]:
+        if few_rows is None or gated is None or parts is None or parts[1]:
             normed_ND = norm(x_ND)
             return F.silu(mlp.gate_proj(normed_ND)) * mlp.up_proj(normed_ND)
         weights, _, downs, ups, scalings = parts
         if len(x_ND) <= (FEW_ROWS if downs else most_gated_rows(len(weights[0]))):
             x_ND, rest = self._normed(x_ND, norm, known)
             weights, scales = self._read(x_ND, [mlp.gate_proj, mlp.up_proj], weights)
-            return few_rows.gated_linears(x_ND, weights, downs, ups, scalings, rest, scales)
+            return gated.gated_linears(x_ND, weights, downs, ups, scalings, rest, scales)
         x_ND = norm(x_ND)
         narrow_NR = few_rows.linears(x_ND, downs, [], [], [], []).out_NF if downs else x_ND
         gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
-        return few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
+        return gated.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
 
     def _read(self, x_ND: Tensor, layers: Sequence[Any], weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the weights that layers read for rows of x, and the scales of those in 8 bits."""

@@ -89,7 +89,8 @@ def test_adapters_are_not_rounded():
 @pytest.mark.parametrize("rows", [1, 16, 17, 32])
 @pytest.mark.parametrize("depth", [96, 576, 1536, 8960])
 def test_kernels_read_integers(rows: int, depth: int):
-    from upweight.models.kernels.linear import gated_linears, linears
+    from upweight.models.kernels.gated import gated_linears
+    from upweight.models.kernels.linear import linears
 
     layers = [linear(depth, width).to("cuda", torch.bfloat16) for width in (1536, 256, 256)]
     weights = Int8Weights(layers)

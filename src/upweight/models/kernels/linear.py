@@ -6,10 +6,8 @@ no further launch; layers that read the same input share a launch. Columns are s
 GPU; the last program to finish a tile sums the partial results, always in the same order.
 
 An RMS norm of the input and a residual that the output is added to need no launch either: the kernel that writes a row
-also writes it multiplied with the norm's weight, and the sums of its squares by tile. The kernel that reads this row adds
-the squares up, and multiplies its sums with what is left of the norm, a factor by row.
-
-For more rows torch's products are faster, and only the adapters' terms of a gated product are added here.
+also writes it multiplied with the norm's weight, and the sums of its squares by tile. The kernel that reads this row
+adds the squares up, and multiplies its sums with what is left of the norm, a factor by row.
 """
 
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ from upweight.models.kernels.multiply import (
     normed,
     scaled,
 )
-from upweight.models.kernels.tiles import GatedTile, Tile, gated_tile_of, tile_of
+from upweight.models.kernels.tiles import GatedTile, Tile, tile_of
 
 Tensors = list[Tensor]
 MOST_RANK, MOST_LAYERS = 64, 3
@@ -39,7 +37,7 @@ _SMALLEST_SIDE, _WIDEST_SIDE = 16, 64  # of a matrix product on tensor cores, an
 
 
 class InputNorm(NamedTuple):
-    """What is left of an RMS norm of a kernel's input: 1 / the root of the mean square, whose squares are summed by tile.
+    """What is left of an RMS norm of an input: 1 / the root of the mean square, whose squares are summed by tile.
 
     The input is multiplied with the norm's weight already; squares are those before that.
     """
@@ -49,7 +47,7 @@ class InputNorm(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Outputs of layers; of one with a residual also the squares by tile, and the output times the next norm's weight."""
+    """Outputs of layers; of one with a residual also squares by tile, and the output times the next norm's weight."""
 
     out_NF: Tensor
     squares_TN: Tensor
@@ -100,26 +98,28 @@ def linears(
         _linears_kernel, (sum(tiles) * parts, below),
         x_ND, *_three(weights), *_three(biases or [x_ND]), *_three(downs or [x_ND]), *_three(ups or [x_ND]),
         *_three(scales or [partials]), out, partials, _counters(x_ND.device), count, *_three(widths), depth, each,
-        parts, *_three(scalings or [0.0]), *_norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
+        parts, *_three(scalings or [0.0]), *norm_arguments(norm, x_ND), residual_NF if residual else out, squares_TN,
         out if next_weight is None else next_weight, out if weighted_NF is None else weighted_NF,
         LAYERS=len(weights), SPLIT=parts > 1, ROWS=rows, COLUMNS=columns, DEPTH=block,
-        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), NORM=_tiles_of(norm), RESIDUAL=residual,
-        WEIGHTED=weighted_NF is not None, SCALED=bool(scales), SWAPPED=_swapped(tile, scales),
+        RANK=rank, RANK_UP=side_of(rank), BIAS=bool(biases), NORM=tiles_of_norm(norm), RESIDUAL=residual,
+        WEIGHTED=weighted_NF is not None, SCALED=bool(scales), SWAPPED=is_swapped(tile, scales),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return Outputs(out, squares_TN, weighted_NF)
 
 
-def _norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, int, float]:
+def norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, int, float]:
+    """Return a kernel's arguments about a norm; any tensor is taken where there is none."""
     return (x_ND, 0, 0.0) if norm is None else (norm.squares_TN, len(norm.squares_TN), norm.epsilon)
 
 
-def _swapped(tile: Tile | GatedTile, scales: Sequence[Tensor]) -> bool:
+def is_swapped(tile: Tile | GatedTile, scales: Sequence[Tensor]) -> bool:
     """Return whether a weight is the left factor, since there are too few rows for that side of tensor cores."""
     return tile.columns >= _WIDEST_SIDE and (tile.rows < _WIDEST_SIDE or bool(scales))
 
 
-def _tiles_of(norm: InputNorm | None) -> int:
+def tiles_of_norm(norm: InputNorm | None) -> int:
+    """Return how many tiles of squares a kernel reads, rounded up to a power of 2."""
     return 0 if norm is None else triton.next_power_of_2(len(norm.squares_TN))
 
 
@@ -128,74 +128,8 @@ def _shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
     return x_ND.new_empty(x_ND.shape[0], sum(weight.shape[0] for weight in weights))
 
 
-@torch.library.custom_op("upweight::few_rows_gated", mutates_args=())
-def few_rows_gated(x_ND: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]) -> Tensor:
-    """Compute silu(gate) * up for few rows of x: two layers without bias, both or none with an adapter."""
-    return gated_linears(x_ND, weights, downs, ups, scalings)
-
-
-def gated_linears(
-    x_ND: Tensor,
-    weights: Tensors,
-    downs: Tensors,
-    ups: Tensors,
-    scalings: list[float],
-    norm: InputNorm | None = None,
-    scales: Sequence[Tensor] = (),
-) -> Tensor:
-    """Compute silu(gate) * up for few rows of x; `norm` and `scales` as in `linears`."""
-    x_ND = x_ND.contiguous()
-    count, depth = x_ND.shape
-    width, rank = len(weights[0]), len(downs[0]) if downs else 0
-    tile = gated_tile_of(count, width, rank=rank, int8=bool(scales))
-    rows, columns, block, stages, warps = tile
-    out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
-    launch(
-        _gated_kernel, (triton.cdiv(width, columns), triton.cdiv(count, rows)),
-        x_ND, *weights, *(downs or [x_ND] * 2), *(ups or [x_ND] * 2), *(scales or [x_ND] * 2), out, count, width, depth,
-        *(scalings or [0.0, 0.0]), *_norm_arguments(norm, x_ND),
-        ROWS=rows, COLUMNS=columns, DEPTH=block, RANK=rank, RANK_UP=_side(rank), NORM=_tiles_of(norm),
-        SCALED=bool(scales), SWAPPED=_swapped(tile, scales),
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return out
-
-
-@few_rows_gated.register_fake
-def _gated_shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
-    return x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
-
-
-@torch.library.custom_op("upweight::gated_terms", mutates_args=())
-def gated_terms(gate_NF: Tensor, up_NF: Tensor, narrow_NR: Tensor, ups: list[Tensor], scalings: list[float]) -> Tensor:
-    """Compute silu(gate) * up from two layers' outputs and the concatenated x A' of their adapters, for any rows.
-
-    Without adapters `ups` is empty, and any tensor is taken for `narrow_NR`.
-    """
-    out = torch.empty_like(gate_NF)
-    (count, width), rank = gate_NF.shape, ups[0].shape[1] if ups else 0
-    launch(
-        _gated_lora_kernel, (triton.cdiv(width, 128), triton.cdiv(count, 32)),
-        gate_NF, up_NF, narrow_NR, *(ups or [gate_NF, up_NF]), out, count, width, *(scalings or [0.0, 0.0]),
-        ROWS=32, COLUMNS=128, RANK=rank, RANK_UP=_side(rank), num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@gated_terms.register_fake
-def _terms_shape(gate_NF: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(gate_NF)
-
-
-def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of two tensors of one shape, in float32 inside."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    launch(_silu_kernel, (triton.cdiv(gate.numel(), 1024),), gate, up, out, gate.numel(), BLOCK=1024, num_warps=4)
-    return out
-
-
-def _side(rank: int) -> int:
+def side_of(rank: int) -> int:
+    """Return the side of a matrix product that holds the rank of an adapter."""
     return max(_SMALLEST_SIDE, triton.next_power_of_2(rank))
 
 
@@ -213,14 +147,6 @@ def _processors(device: torch.device) -> int:
 def _counters(device: torch.device) -> Tensor:
     """Return the counters of finished programs for each tile; zero between launches."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def _silu_kernel(gate_at, up_at, out_at, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_at + at, mask=at < count, other=0.0).to(tl.float32)
-    up = tl.load(up_at + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(out_at + at, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
@@ -254,6 +180,33 @@ def _store_rows(
     tl.store(out_at + place, out, mask=inside)
 
 
+@triton.jit
+def _added_up(
+    x_at, weight_at, down_at, row, count, column, width, begin, end, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
+    SCALED: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return the products of rows of x with a weight and with an adapter's first half, over some inputs or pairs."""
+    in_rank = tl.arange(0, RANK_UP)
+    sums = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
+    pairs = depth // 2 if SCALED else depth
+    for start in range(begin, tl.minimum(end, pairs), DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        if SCALED:
+            x = load_part(x_at, row, count, at, pairs, depth)
+            second = load_tile(x_at, row, count, at + pairs, depth)
+            sums = add_products_of_pairs(x, second, load_tile(weight_at, column, width, at, pairs), sums, SWAPPED)
+            if RANK > 0:
+                narrow = tl.dot(second, tl.trans(load_tile(down_at, in_rank, RANK, at + pairs, depth)), narrow)
+        else:
+            x = load_tile(x_at, row, count, at, depth)
+            sums = add_product(x, load_tile(weight_at, column, width, at, depth), sums, SWAPPED)
+        if RANK > 0:
+            narrow = tl.dot(x, tl.trans(load_tile(down_at, in_rank, RANK, at, depth)), narrow)
+    return sums, narrow
+
+
 # Rows have no meaning for alignment; specialised, each kind of number would be compiled for itself.
 @triton.jit(do_not_specialize=["count", "parts", "square_tiles"])
 def _linears_kernel(
@@ -281,28 +234,12 @@ def _linears_kernel(
     column = layer_tile * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
-    squares = row
-    if NORM > 0:
-        squares = load_squares(squares_at, square_tiles, row, count, NORM)
-    sums = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-    narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
-    pairs = depth // 2 if SCALED else depth
-    for start in range(part * each, tl.minimum(part * each + each, pairs), DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        if SCALED:
-            x = load_part(x_at, row, count, at, pairs, depth)
-            second = load_tile(x_at, row, count, at + pairs, depth)
-            sums = add_products_of_pairs(x, second, load_tile(weight_at, column, width, at, pairs), sums, SWAPPED)
-            if RANK > 0:
-                narrow = tl.dot(second, tl.trans(load_tile(down_at, in_rank, RANK, at + pairs, depth)), narrow)
-        else:
-            x = load_tile(x_at, row, count, at, depth)
-            sums = add_product(x, load_tile(weight_at, column, width, at, depth), sums, SWAPPED)
-        if RANK > 0:
-            narrow = tl.dot(x, tl.trans(load_tile(down_at, in_rank, RANK, at, depth)), narrow)
-    if SWAPPED:
-        sums = tl.trans(sums)
-    sums = scaled(sums, scale_at, column, width, SCALED)
+    squares = load_squares(squares_at, square_tiles, row, count, NORM)
+    sums, narrow = _added_up(
+        x_at, weight_at, down_at, row, count, column, width, part * each, part * each + each, depth,
+        ROWS, COLUMNS, DEPTH, RANK, RANK_UP, SCALED, SWAPPED,
+    )  # fmt: skip
+    sums = scaled(sums, scale_at, column, width, SCALED, SWAPPED)
     if RANK > 0:
         up = load_tile(up_at, column, width, in_rank, RANK)
         sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
@@ -321,84 +258,3 @@ def _linears_kernel(
             normed(sums, squares, depth, epsilon, NORM), bias_at, out_at, residual_at, new_squares_at + tile * count,
             next_at, weighted_at, row, count, column, width, before, total, BIAS, RESIDUAL, WEIGHTED,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count", "square_tiles"])
-def _gated_kernel(
-    x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, gate_scale, up_scale, out_at, count, width, depth,
-    gate_scaling, up_scaling, squares_at, square_tiles, epsilon,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr, SWAPPED: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_rank = tl.arange(0, RANK_UP)
-    squares = row
-    if NORM > 0:
-        squares = load_squares(squares_at, square_tiles, row, count, NORM)
-    gate = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
-    gate_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
-    up_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
-    pairs = depth // 2 if SCALED else depth
-    for start in range(0, pairs, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        if SCALED:
-            x = load_part(x_at, row, count, at, pairs, depth)
-            second = load_tile(x_at, row, count, at + pairs, depth)
-            gate = add_products_of_pairs(x, second, load_tile(gate_at, column, width, at, pairs), gate, SWAPPED)
-            up = add_products_of_pairs(x, second, load_tile(up_at, column, width, at, pairs), up, SWAPPED)
-            if RANK > 0:
-                down = load_tile(gate_down, in_rank, RANK, at + pairs, depth)
-                gate_narrow = tl.dot(second, tl.trans(down), gate_narrow)
-                down = load_tile(up_down, in_rank, RANK, at + pairs, depth)
-                up_narrow = tl.dot(second, tl.trans(down), up_narrow)
-        else:
-            x = load_tile(x_at, row, count, at, depth)
-            gate = add_product(x, load_tile(gate_at, column, width, at, depth), gate, SWAPPED)
-            up = add_product(x, load_tile(up_at, column, width, at, depth), up, SWAPPED)
-        if RANK > 0:
-            gate_narrow = tl.dot(x, tl.trans(load_tile(gate_down, in_rank, RANK, at, depth)), gate_narrow)
-            up_narrow = tl.dot(x, tl.trans(load_tile(up_down, in_rank, RANK, at, depth)), up_narrow)
-    if SWAPPED:
-        gate, up = tl.trans(gate), tl.trans(up)
-    gate = scaled(gate, gate_scale, column, width, SCALED)
-    up = scaled(up, up_scale, column, width, SCALED)
-    if RANK > 0:
-        wide = load_tile(gate_up, column, width, in_rank, RANK)
-        gate += tl.dot(gate_narrow.to(wide.dtype), tl.trans(wide)) * gate_scaling
-        wide = load_tile(up_up, column, width, in_rank, RANK)
-        up += tl.dot(up_narrow.to(wide.dtype), tl.trans(wide)) * up_scaling
-    gate, up = normed(gate, squares, depth, epsilon, NORM), normed(up, squares, depth, epsilon, NORM)
-    _store_gated(gate, up, out_at, row, count, column, width)
-
-
-@triton.jit
-def _store_gated(gate, up, out_at, row, count, column, width):
-    dtype = out_at.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)  # rounded as the layers' outputs are in training
-    gated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-    tl.store(
-        out_at + row[:, None].to(tl.int64) * width + column[None, :], gated.to(dtype),
-        mask=(row[:, None] < count) & (column[None, :] < width),
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count"])
-def _gated_lora_kernel(
-    gate_at, up_at, narrow_at, gate_up, up_up, out_at, count, width, gate_scaling, up_scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_rank = tl.arange(0, RANK_UP)
-    gate = load_tile(gate_at, row, count, column, width).to(tl.float32)
-    up = load_tile(up_at, row, count, column, width).to(tl.float32)
-    if RANK > 0:
-        inside = (row[:, None] < count) & (in_rank[None, :] < RANK)
-        narrow_at += row[:, None] * 2 * RANK + in_rank[None, :]
-        narrow = tl.load(narrow_at, mask=inside, other=0.0)
-        gate += tl.dot(narrow, tl.trans(load_tile(gate_up, column, width, in_rank, RANK))) * gate_scaling
-        narrow = tl.load(narrow_at + RANK, mask=inside, other=0.0)
-        up += tl.dot(narrow, tl.trans(load_tile(up_up, column, width, in_rank, RANK))) * up_scaling
-    _store_gated(gate, up, out_at, row, count, column, width)

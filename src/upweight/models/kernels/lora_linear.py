@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from upweight.models.kernels.tiles import most_rows
 
 if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.models.kernels import gated
     from upweight.models.kernels import linear as few_rows
 else:
-    few_rows = None  # without Triton, products of few rows run through torch
+    few_rows = gated = None  # without Triton, products of few rows run through torch
 
 
 def is_few(x_ND: Tensor, width: int) -> bool:

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202  (parts of kernels take pointers and numbers)
+# ruff: noqa: ANN001, ANN201, PLR0917  (parts of kernels take pointers and numbers, each by its place)
 """Parts of the kernels of linear layers: tiles of matrices, their products, and what is left of a norm.
 
 A product is swapped where the weight is the left factor, so that sums are stored [columns, rows]. Tensor cores read the
@@ -8,8 +8,8 @@ left factor from registers if need be, where integers are converted; they read t
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-# A register holds the pairs of two inputs: four integers of 8 bits. Of one byte of each pair 128 + the low 7 bits is made
-# by giving it the exponent of 128, and 128 or 256 by its sign; the difference is the integer, without rounding.
+# A register holds the pairs of two inputs: four integers of 8 bits. Of one byte of each pair 128 + the low 7 bits is
+# made by giving it the exponent of 128, and 128 or 256 by its sign; the difference is the integer, without rounding.
 _TO_BFLOAT16 = """{{
     .reg .b32 bytes, low, sign, one;
     mov.b32 one, 0x3F803F80;
@@ -55,8 +55,10 @@ def add_products_of_pairs(first, second, pairs, sums, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def scaled(sums, at, column, width, SCALED: tl.constexpr):
-    """Multiply the sums over integers of a weight, one number for each column of the output."""
+def scaled(sums, at, column, width, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
+    """Return sums, swapped ones or not, [rows, columns]; those over integers are multiplied by column."""
+    if SWAPPED:
+        sums = tl.trans(sums)
     if SCALED:
         sums *= tl.load(at + column, mask=column < width, other=0.0)[None, :]
     return sums
@@ -64,10 +66,13 @@ def scaled(sums, at, column, width, SCALED: tl.constexpr):
 
 @triton.jit
 def load_squares(squares_at, tiles, row, rows, TILES: tl.constexpr):
-    """Load the sums of squares of each row by tile."""
-    tile = tl.arange(0, TILES)
-    inside = (tile[:, None] < tiles) & (row[None, :] < rows)
-    return tl.load(squares_at + tile[:, None] * rows + row[None, :], mask=inside, other=0.0)
+    """Load the sums of squares of each row by tile, if there are any."""
+    squares = row
+    if TILES > 0:
+        tile = tl.arange(0, TILES)
+        inside = (tile[:, None] < tiles) & (row[None, :] < rows)
+        squares = tl.load(squares_at + tile[:, None] * rows + row[None, :], mask=inside, other=0.0)
+    return squares
 
 
 @triton.jit
