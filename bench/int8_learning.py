@@ -1,6 +1,7 @@
 """What sampling with weights in 8 bits does to learning: the demo's run with and without, one JSON line a seed.
 
-python -m bench.int8_learning [--seeds N] [--set KEY=VALUE ...], after `make demo`, which fetches SmolLM2-135M-Instruct.
+python -m bench.int8_learning [--seeds N] [--only plain | int8] [--set KEY=VALUE ...], after `make demo`, which fetches
+SmolLM2-135M-Instruct.
 `gap` is the mean distance between the log-probs of sampler and trainer, `largest_weight` the largest importance weight.
 """
 
@@ -43,10 +44,12 @@ def run(quantization: str, seed: int, settings: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.int8_learning", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", choices=VARIANTS)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the config")
     asked = parser.parse_args()
     for seed in range(1, asked.seeds + 1):
-        for name, quantization in VARIANTS.items():
+        for name in [asked.only] if asked.only else VARIANTS:
+            quantization = VARIANTS[name]
             print(json.dumps({"name": name, "seed": seed} | run(quantization, seed, asked.set)), flush=True)
 
 

@@ -25,6 +25,7 @@ from upweight.models.memory import (
     total_memory,
     usable,
 )
+from upweight.models.modules import GATED_PROJECTIONS
 
 USUAL_PROMPT = 512  # tokens, where no key bounds them
 MOST_SLOTS = 1024  # completions that are sampled at the same time
@@ -132,5 +133,6 @@ def _sampler_need(config: Config, shape: Shape, width: float, free: float, card:
     completions = generation_batch(config)
     prompts = -(-completions // group_size(config))
     tokens = (min(completions, MOST_SLOTS) + prompts) * row_tokens(config)[0]
-    copies = shape.linear_parameters if rollout.sampler_quantization else 0  # a byte each
+    named = (shape.modules.get(name, {}) for name in GATED_PROJECTIONS)
+    copies = sum(sum(sizes.values()) for sizes in named) if rollout.sampler_quantization else 0  # a byte each
     return copies + min(tokens * shape.token.keys * width, sampler_bytes(free - copies))

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from upweight.errors import UserError
 
+GATED_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # the linear layers of a gated MLP
+
 T = TypeVar("T")
 
 

@@ -21,13 +21,12 @@ from upweight.models.kernels.int8_weights import Int8Weights
 from upweight.models.kernels.launch import only_compiling
 from upweight.models.kernels.lora_linear import few_rows, gated, is_few
 from upweight.models.kernels.tiles import FEW_ROWS, most_gated_rows
-from upweight.models.modules import replaced_forwards
+from upweight.models.modules import GATED_PROJECTIONS, replaced_forwards
 from upweight.sampler.attention import RotatingAttention, Rotation, running_attention
 from upweight.sampler.forward import CachedForward
 
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MLP_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _TRIED_TOKENS = 12
 _LARGEST_DIFFERENCE = 0.1  # of logits by another order of roundings, as a share of their mean size; else 1 and more
@@ -54,7 +53,7 @@ def usual_layers(forward: CachedForward) -> list[nn.Module]:
 def products(forward: CachedForward) -> list[nn.Module]:
     """Return the linear layers of all MLPs, which are most of the weights; raise where layers have another form."""
     blocks = [layer.get_submodule("mlp") for layer in usual_layers(forward)]
-    linear = [getattr(mlp, name) for mlp in blocks for name in sorted(_MLP_PROJECTIONS)]
+    linear = [getattr(mlp, name) for mlp in blocks for name in GATED_PROJECTIONS]
     if not linear or any(type(getattr(one, "base_layer", one)) is not nn.Linear for one in linear):
         name = type(forward.base).__name__
         problem = f"weights are read in 8 bits in decoder layers of the form of Llama, and {name} has others"

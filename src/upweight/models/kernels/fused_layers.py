@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from upweight.models.kernels.lora_linear import few_rows, gated, is_few, is_half_inference, plain_adapter
 from upweight.models.kernels.tiles import FEW_ROWS, MIN_GATED_OUTPUTS
+from upweight.models.modules import GATED_PROJECTIONS
 
 Tensors = list[Tensor]
-_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(model: nn.Module) -> None:
@@ -52,7 +52,8 @@ def same_output(module: Any, form: Callable[..., Tensor]) -> bool:
         width = module.weight.numel() if epsilon_of(module) is not None and shapes == [("weight", 1)] else 0
     else:
         named = dict(module.named_children())
-        gated = _PROJECTIONS <= set(named) <= _PROJECTIONS | {"act_fn"} and callable(getattr(module, "act_fn", None))
+        parts = set(GATED_PROJECTIONS)
+        gated = parts <= set(named) <= parts | {"act_fn"} and callable(getattr(module, "act_fn", None))
         width = getattr(named["gate_proj"], "in_features", 0) if gated else 0
     if not width:
         return False
