@@ -67,6 +67,11 @@ def seven(tmp_path_factory):
         (8, {**QLORA, "lora_modules_to_save": ["lm_head"]}, "Set no 'lora_modules_to_save': about "),
         (
             8,
+            {**QLORA, "lora_r": 256, "lora_modules_to_save": ["lm_head"]},
+            "Set 'lora_r: 16' and no 'lora_modules_to_save': about ",
+        ),
+        (
+            8,
             {"adapter": "lora", "load_in_8bit": True},
             "Set 'load_in_4bit: true' in place of 'load_in_8bit' and 'memory:",
         ),

@@ -45,6 +45,7 @@ def test_a_whole_model_and_one_that_may_be_on_the_hub_are_not_judged(tmp_path):
         (("m.gguf", "readme.txt"), r"m holds a GGUF file.*`base_model: .*/m/m\.gguf`"),
         ((), r"has no config\.json and no weights .* and no tokenizer; it holds no files\. Name the folder of a whole"),
         (WHOLE[1:], r"has no config\.json; it holds 2 files \(\.safetensors, \.json\)"),
+        (("config.json",), r"it holds 1 file \(\.json\)"),
         (("config.json", "tokenizer.json", "training_args.bin"), r"has no weights"),
         (WHOLE[:2], r"has no tokenizer; .*`tokenizer_config`"),
         (("adapter_config.json", "adapter_model.safetensors"), r"holds an adapter: .*`lora_model_dir: .*/m`"),

@@ -211,6 +211,13 @@ def test_a_model_that_is_not_there_is_an_error_with_the_place_and_the_remedy(set
         load_model(ModelSection(**settings), torch.float32)
 
 
+def test_a_path_with_one_slash_whose_folder_is_here_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo").mkdir()
+    with pytest.raises(UserError, match=r"'grpo/tinny': .* \(a relative path is looked up in /"):
+        load_model(ModelSection(base_model="grpo/tinny"), torch.float32)
+
+
 def test_the_folder_of_an_adapter_is_named_with_its_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     with pytest.raises(UserError, match=r"base_model: .*holds an adapter of some/base: .*lora_model_dir; .*PeftModel"):

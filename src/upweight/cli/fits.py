@@ -230,7 +230,10 @@ def answer(
             changes = _joined(key, _changes(configured, way, modes))
             return f"this config does not fit: {size}. Set {changes}: about {plan.need.total / GIB:.1f} GiB"
     best = max(ways, key=lambda way: plans[way].longest)
-    for key, way, plan in [("", best, plans[best]), *sorted(others, key=lambda other: -other[2].longest)]:
+    for key, way, plan in [
+        ("", best, plans[best]),
+        *sorted(others, key=lambda other: (" and " in other[0], -other[2].longest)),
+    ]:
         if (shorter := _shorter(config, plan.longest)) is not None:
             changes = _joined(shorter, key, _changes(configured, way, modes))
             return f"this config does not fit: {size}. Set {changes}; or 'fsdp: true' over more GPUs"
@@ -252,16 +255,25 @@ def _shorter(config: Config, longest: int) -> str | None:
 def _other_keys(
     modes: dict[str, Config], ways: list[Way], card: float, model: ModelNeeds
 ) -> Iterator[tuple[str, Way, MemoryPlan]]:
-    """Yield keys beside adapter and mode that a config may change, one at a time, with each way and its plan."""
-    for key, section, names in OTHER_KEYS:
+    """Yield keys beside adapter and mode that a config may change, each and then all, with each way and its plan."""
+    for keys in [*((one,) for one in OTHER_KEYS), OTHER_KEYS]:
         for kind, mode in ways:
-            config = modes[mode]
-            old = getattr(config, section)
-            if kind in ("all", PACKED) or all(getattr(old, name) == value for name, value in names.items()):
+            changed = modes[mode]
+            differing = [(key, section, names) for key, section, names in keys if _differs(changed, section, names)]
+            if kind in ("all", PACKED) or not differing or (keys is OTHER_KEYS and len(differing) == 1):
                 continue
-            changed = replace(config, **{section: old.model_copy(update=names)})
-            trained: TrainedWeights = "qlora" if kind == "qlora" or "load_in_4bit" in names else "lora"
-            yield key, (kind, mode), plan_memory(changed, card, trained, model)
+            for _, section, names in differing:
+                changed = replace(changed, **{section: getattr(changed, section).model_copy(update=names)})
+            trained: TrainedWeights = "qlora" if kind == "qlora" or changed.adapter.load_in_4bit else "lora"
+            yield _joined(*(key for key, _, _ in differing)), (kind, mode), plan_memory(changed, card, trained, model)
+
+
+def _differs(config: Config, section: str, names: dict[str, object]) -> bool:
+    """Return whether keys have other values in a config; 4 bits are only named in the place of 8."""
+    old = getattr(config, section)
+    if "load_in_8bit" in names and not config.adapter.load_in_8bit:
+        return False
+    return any(getattr(old, name) != value for name, value in names.items())
 
 
 def _may_pack(config: Config) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from upweight.config import Config
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import did_you_mean
+from upweight.log import counted
 
 WEIGHTS = (".safetensors", ".bin")
 NO_WEIGHTS = ("adapter_model", "training_args", "optimizer", "scheduler")  # beginnings of names
@@ -168,7 +169,7 @@ def _unusable(folder: Path, section: ModelSection) -> str | None:
         return f"{packed_remedy(folder, 'base_model')}."
     kinds = list(dict.fromkeys(Path(name).suffix or name for name in names))
     seen = ", ".join(kinds[:MOST_KINDS]) + (", ..." if len(kinds) > MOST_KINDS else "")
-    holds = f"; it holds {len(names)} files ({seen})" if names else "; it holds no files"
+    holds = f"; it holds {counted(len(names), 'file')} ({seen})" if names else "; it holds no files"
     remedy = "Name the folder of a whole model: `hf download ORGANISATION/MODEL --local-dir FOLDER` makes one"
     if missing == ["tokenizer"]:
         remedy = TOKENIZER_REMEDY

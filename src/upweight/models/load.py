@@ -141,8 +141,8 @@ def named_by(key: str) -> Iterator[None]:
 
 def _looked_up(source: str) -> str:
     """Return where a relative path was looked for; nothing for a name that only the hub has."""
-    may_be_path = source.count("/") != 1 and not Path(source).is_absolute()
-    return f" (a relative path is looked up in {Path.cwd()})" if may_be_path else ""
+    may_be_path = source.count("/") != 1 or Path(source).parent.is_dir()
+    return f" (a relative path is looked up in {Path.cwd()})" if may_be_path and not Path(source).is_absolute() else ""
 
 
 def _models_to_name(key: str) -> str:

@@ -313,7 +313,7 @@ def estimate(
 
 def usable(card: float, fixed: float) -> float:
     """Return the bytes of a GPU that a step can use, of which weights and training take a fixed part."""
-    room = card - DRIVER_BYTES - (1 + HOLES) * fixed
+    room = card - DRIVER_BYTES - fixed - HOLES * min(fixed, card)
     return fixed + (USABLE_SHARE if room > 0 else 1) * room
 
 

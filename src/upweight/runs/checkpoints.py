@@ -183,7 +183,11 @@ def checkpoint_to_resume(resume_from: str | bool | Path | None, run_folder: Path
         if checkpoint is not None:
             logger.warning("warning: %s has no %s: it was written without one, or cut off", checkpoint, WHOLE)
     if checkpoint is None:
-        raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint. Leave it out to begin anew.")
+        aside = [folder for old in run_folder.glob("superseded-*") for _, folder in checkpoints_of(old)]
+        name = f", or name one of an earlier run: {', '.join(map(str, sorted(aside)))}" if aside else ""
+        raise UserError(
+            f"resume_from_checkpoint: {run_folder} has no whole checkpoint. Leave it out to begin anew{name}."
+        )
     return checkpoint
 
 

@@ -129,8 +129,8 @@ class MethodTrainer(Trainer):
             if self.recording is not None:
                 stack.enter_context(heartbeat())
                 stack.enter_context(activity(f"training into {folder}"))
-            if self.recording is not None and writes:
-                stack.enter_context(lock_folder(folder))
+                stack.enter_context(lock_folder(folder) if writes else nullcontext())
+            stack.callback(setattr, self, "is_in_train", False)  # also after an error, for evaluate()
             checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if writes else None)
             if self.feed is not None:
                 stack.callback(self.feed.close)

@@ -171,6 +171,34 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_a_warning(folder, caplo
         dpo(folder).train(resume_from_checkpoint=str(folder / "out" / "checkpoint-9"))
 
 
+def test_a_script_without_a_checkpoint_is_told_those_of_the_run_before_it(folder):
+    dpo(folder, save_strategy="steps", save_steps=1, max_steps=1).train()
+    dpo(folder, max_steps=1).train()
+    aside = folder / "out" / "superseded-1" / "checkpoint-1"
+    with pytest.raises(UserError, match=rf"begin anew, or name one of an earlier run: {aside}\.$"):
+        dpo(folder).train(resume_from_checkpoint=True)
+    resumed = dpo(folder, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(aside))
+    assert resumed.state.global_step == 2
+
+
+def test_the_metric_of_the_best_checkpoint_is_that_of_one_of_several_sets(folder):
+    sets = {"a": ROWS["pairs"][:2], "b": ROWS["pairs"][2:]}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "max_steps": 1}
+    with pytest.raises(UserError, match=r"^metric_for_best_model: .* have 'a_loss' or 'b_loss', not 'loss'\."):
+        dpo(folder, eval_dataset=sets, **best)
+    trainer = dpo(folder, eval_dataset=sets, **best, metric_for_best_model="eval_a_loss")
+    trainer.train()
+    assert trainer.state.best_metric == trainer.evaluate()["eval_a_loss"]
+
+
+def test_a_trainer_evaluates_after_a_training_that_failed(folder):
+    trainer = dpo(folder, eval_dataset=ROWS["pairs"], eval_strategy="steps", metric_for_best_model="nothing")
+    with pytest.raises(UserError, match="evaluations have no 'nothing'"):
+        trainer.train()
+    assert "eval_loss" in trainer.evaluate()
+
+
 def test_a_script_that_resumes_with_other_rows_is_told_its_argument(folder):
     dpo(folder, save_strategy="steps", save_steps=1, max_steps=1).train()
     other = ROWS["pairs"][:-1]

@@ -88,6 +88,11 @@ def test_another_text_field(tmp_path):
     assert trained_text(prepared(SFTConfig, rows, tmp_path, dataset_text_field="body")[0]) == "hy not?<|im_end|>"
 
 
+def test_a_text_field_that_rows_lack_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"row 0, 'body': expected messages, .* or body\. The row has text\."):
+        prepared(SFTConfig, [{"text": "Why not?"}], tmp_path, dataset_text_field="body")
+
+
 def test_a_text_field_that_messages_hide_is_refused_in_words_of_scripts(tmp_path):
     talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Rain."}]
     expected = r"dataset_text_field: 'body' is not read, since the rows have 'messages'.*columns\(\['messages'\]\)"

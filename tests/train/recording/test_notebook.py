@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from upweight.train.recording.notebook import columns, show_metrics_in_notebook
+from upweight.train.recording.notebook import columns, evaluated_columns, show_metrics_in_notebook
 
 TRANSFORMERS = "transformers.utils.notebook"
 
@@ -57,6 +57,18 @@ def test_the_table_has_what_says_how_the_run_goes(table, page):
 def test_columns_keep_their_order_and_are_no_tags():
     logs = {"kl": 0.1, "rewards/<lambda>/mean": 2.0, "reward": 1.0}
     assert [*columns(logs)] == ["reward", "rewards/&lt;lambda&gt;/mean", "kl"]
+
+
+def test_an_evaluation_adds_the_same_metrics_and_keeps_its_own_whole(table, page):
+    evaluating = SimpleNamespace(eval_strategy="steps")
+    table.on_train_begin(evaluating, state(0), TrainerControl())
+    metrics = {"eval_loss": 0.25, "eval_reward": 1.5, "eval_reward_max": 2.0, "eval_num_tokens": 9, "eval_runtime": 3.0}
+    table.on_evaluate(evaluating, state(3), TrainerControl(), metrics=metrics)
+    table.on_step_end(evaluating, state(4), TrainerControl())
+    assert "<th>Validation Loss</th>\n      <th>Reward</th>\n    </tr>" in page[-1]
+    assert metrics["eval_runtime"] == 3.0
+    named = {"eval_few_loss": 0.25, "eval_few_rewards/<lambda>/mean": 1.0, "eval_few_rewards/<lambda>/std": 1.0}
+    assert [*evaluated_columns(named)] == ["eval_few_loss", "eval_few_rewards/&lt;lambda&gt;/mean"]
 
 
 def test_a_run_that_ends_early_at_its_second_step_ends_without_an_error(table, page):

@@ -136,8 +136,8 @@ def trl_columns(setup: Setup, row: Row) -> list[Example]:
         return instruction(setup, row)
     if not row.has(text):
         read = ("completion", "prompt", setup.entry.field_messages or "messages", "instruction", text)
-        empty = next((key for key in read if key in row and not row.has(key)), "messages")
-        raise RowError(empty, "messages, prompt and completion, instruction and output, or text")
+        empty = next((key for key in read if key in row and not row.has(key)), setup.entry.field or "messages")
+        raise RowError(empty, f"messages, prompt and completion, instruction and output, or {text}")
     return completion(setup, row)
 
 

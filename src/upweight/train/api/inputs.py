@@ -286,6 +286,17 @@ def _refuse_inputs(
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
     _require_rows(others.get("train_dataset"))
+    _require_best_metric(args, others.get("eval_dataset"))
+
+
+def _require_best_metric(args: MethodArguments, sets: Any) -> None:
+    """Raise where no evaluation will have the metric that chooses the best checkpoint: several sets prefix theirs."""
+    best = (args.metric_for_best_model or "").removeprefix("eval_")
+    if not best or args.eval_strategy == "no" or not isinstance(sets, Mapping) or not sets:
+        return
+    if not any(best.startswith(f"{name}_") for name in sets):
+        names = " or ".join(f"'{name}_{best}'" for name in sets)
+        raise UserError(f"metric_for_best_model: several evaluation sets have {names}, not '{best}'. Name one of them.")
 
 
 def _require_rows(rows: Any) -> None:

@@ -19,6 +19,14 @@ def columns(logs: Mapping[str, Any]) -> dict[str, float]:
     return {escape(name): logs[name] for pattern in SHOWN for name in logs if fnmatchcase(name, pattern)}
 
 
+def evaluated_columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loss and the shown metrics of an evaluation, under their names with its prefix."""
+    prefix = next((name.removesuffix("loss") for name in metrics if name.endswith("_loss")), "eval_")
+    shown = columns({name.removeprefix(prefix): value for name, value in metrics.items()})
+    losses = {name: value for name, value in metrics.items() if name == f"{prefix}loss"}
+    return losses | {f"{prefix}{name}": value for name, value in shown.items()}
+
+
 def show_metrics_in_notebook(trainer: Any) -> None:
     """Put our table in the place of the Trainer's, where it has one: in a notebook."""
     if "transformers.utils.notebook" not in sys.modules:  # the Trainer imports it where there is a notebook
@@ -35,6 +43,9 @@ def show_metrics_in_notebook(trainer: Any) -> None:
                 self.training_tracker.write_line(row)
                 if self.training_tracker.wait_for == 1:  # steps are slow, and the next one would show it
                     self.training_tracker.display()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            super().on_evaluate(args, state, control, metrics=evaluated_columns(metrics or {}), **kwargs)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.training_tracker is not None:
