@@ -103,6 +103,13 @@ def test_peaks_of_7b_are_met_within_a_twentieth(seven, trained, savings, tokens,
     assert right.total / GIB == pytest.approx(measured, rel=0.05)
 
 
+def test_float32_doubles_only_the_weights_that_are_not_quantised(seven):
+    packed = AdapterSection(load_in_4bit=True)
+    half, single = weight_bytes(seven, packed), weight_bytes(seven, packed, 4)
+    assert single - half == 2 * (seven.parameters - seven.linear_parameters)
+    assert weight_bytes(seven, None, 4) == 2 * weight_bytes(seven)
+
+
 @pytest.mark.parametrize(
     ("gib", "fixed", "left"), [(8, 3.0, 6.8686), (16, 14.9, 15.01638), (8, 14.9, 7.13), (8, 130, 7.13)]
 )

@@ -244,16 +244,18 @@ def optimizer_bytes(name: str) -> int:
     return SINGLE_BYTES if name.startswith(("lion", "muon")) else 2 * SINGLE_BYTES
 
 
-def weight_bytes(shape: Shape, packed: AdapterSection | TeacherSection | None = None) -> float:
-    """Return the bytes of a model's weights in half precision; `packed` says what is quantised."""
+def weight_bytes(
+    shape: Shape, packed: AdapterSection | TeacherSection | None = None, number_bytes: float = HALF_BYTES
+) -> float:
+    """Return the bytes of a model's weights; `packed` says what is quantised, and the others have `number_bytes`."""
     bits = shape.stored.bits
-    plain = HALF_BYTES if bits is None else bits / 8 + SCALES
+    plain = number_bytes if bits is None else bits / 8 + SCALES
     each = next((size for name, size in QUANTISED_BYTES.items() if getattr(packed, name, False)), plain)
     quantised, unpacked = shape.linear_parameters, 0
     if getattr(packed, "pack_experts", False) and shape.experts:
         sizes = [prod(weight) for weight in shape.experts.values()]
         quantised, unpacked = quantised + sum(sizes), max(sizes)  # of one layer at a time, for its product
-    return each * quantised + HALF_BYTES * (shape.parameters - quantised + unpacked)
+    return each * quantised + number_bytes * (shape.parameters - quantised + unpacked)
 
 
 def teacher_bytes(config: Config) -> float:
@@ -292,13 +294,15 @@ def estimate(
     tokens: int,
     savings: Savings,
     teachers: float = 0.0,
+    number_bytes: float = HALF_BYTES,
 ) -> Memory:
     """Return the peak memory of a step with one forward of `tokens`, computing in half precision.
 
-    `teachers`: bytes of their weights; when offloaded they are on the device before activations are.
+    `teachers`: bytes of their weights; when offloaded they are on the device before activations are. `number_bytes`: of
+    weights that are not quantised.
     """
     packed = adapter if adapter.load_in_8bit else AdapterSection(load_in_4bit=True, pack_experts=adapter.pack_experts)
-    weights = weight_bytes(shape, packed if trained == "qlora" else None)
+    weights = weight_bytes(shape, packed if trained == "qlora" else None, number_bytes)
     count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
     # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.
     training = count * (SINGLE_BYTES + training_bytes(optimizer) + (0 if trained == "all" else HALF_BYTES))

@@ -11,6 +11,7 @@ from upweight.config.sections.rollout import IN_PROCESS
 from upweight.models.load import compute_dtype
 from upweight.models.memory import (
     GIB,
+    HALF_BYTES,
     Memory,
     Savings,
     Shape,
@@ -95,6 +96,9 @@ def plan_memory(
     model, savings, trained = model or ModelNeeds.of(config), Savings.of(config), trained or trained_weights(config)
     shape = model.shape.quantised() if trained == "qlora" else model.shape
     (length, sequences), sharing = row_tokens(config), config.sharding.context_parallel_size
+    on_gpu = card is not None or torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    width = compute_dtype(config.model, device).itemsize / HALF_BYTES if card is None else 1.0
     need = estimate(
         shape,
         trained,
@@ -104,15 +108,12 @@ def plan_memory(
         tokens=-(-length * sequences // sharing),
         savings=savings,
         teachers=model.teachers,
+        number_bytes=HALF_BYTES * width,
     )
-    on_gpu = card is not None or torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    width = 1.0  # the estimate assumes two bytes per value
     if card is None:
-        width = compute_dtype(config.model, device).itemsize / 2
         card = float(total_memory(device) if on_gpu else free_memory(device))
         shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-        need = Memory(need.weights * width / shards, need.training / shards, need.activations * width)
+        need = Memory(need.weights / shards, need.training / shards, need.activations * width)
     fixed = need.weights + need.training
     available = usable(card, fixed) if on_gpu else card
     held = _sampler_need(config, shape, width, available - fixed, card)
