@@ -24,9 +24,9 @@ from made_runs import write_model
 from tiny_models import VOCABULARY, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
+from upweight.heartbeat import _activities
 from upweight.log import _warned
 from upweight.models import load
-from upweight.heartbeat import _activities
 from upweight.models.load import (
     compute_dtype,
     disable_dropout,
