@@ -24,6 +24,7 @@ from made_runs import write_model
 from tiny_models import VOCABULARY, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
+from upweight.heartbeat import _activities
 from upweight.log import _warned
 from upweight.models import load
 from upweight.models.load import (
@@ -330,6 +331,13 @@ def test_a_missing_gguf_package_is_one_message(tmp_path, monkeypatch, caplog):
     with pytest.raises(UserError, match=reads), load_failures("base_model", str(tmp_path), "model"):
         load_gguf_checkpoint(str(tmp_path / "tiny.gguf"))
     assert "Loading a GGUF checkpoint" not in caplog.text
+
+
+def test_the_limit_of_the_hub_is_named_only_where_the_hub_is_asked(tmp_path):
+    with load_failures("base_model", str(tmp_path), "weights"):
+        assert _activities == [f"loading the weights of {tmp_path}"]
+    with load_failures("base_model", "nobody/nothing", "weights"):
+        assert _activities == ["loading the weights of nobody/nothing (hub_timeout)"]
 
 
 def test_a_gguf_file_is_unpacked_into_plain_weights(tmp_path):

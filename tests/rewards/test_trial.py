@@ -54,6 +54,15 @@ def test_a_constant_reward_that_reads_messages_rightly_is_not_accused():
     assert len(remarks([trial])) == 1
 
 
+def test_a_reward_that_fails_alike_on_texts_and_messages_is_not_accused():
+    def infinite(completions):
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        return [float("inf") if len(text) > 10 else 1.0 for text in texts]
+
+    (trial,) = try_rewards(as_rewards(infinite), as_messages(CALL))
+    assert not any("message list" in remark for remark in remarks([trial]))
+
+
 def test_a_reward_that_only_knows_the_prompt_is_named():
     (trial,) = try_rewards(as_rewards(lambda prompts, completions: [float(prompt[-1]) for prompt in prompts]), CALL)
     assert [True for remark in remarks([trial]) if "never within a group" in remark] == [True]

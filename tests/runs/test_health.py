@@ -162,6 +162,12 @@ def state(step):
     return TrainerState(global_step=step, max_steps=300, is_world_process_zero=True)
 
 
+def test_a_reward_that_fails_on_much_has_one_verdict_with_the_share():
+    failing = {"rewards/correct/failed": lambda step: 9.0, "rewards/correct/failed_share": lambda step: 0.3}
+    (verdict,) = verdicts(run_of({**HEALTHY, "reward": learning}, failing, steps=60))
+    assert (verdict.name, verdict.metric) == ("reward fails", "rewards/correct/failed_share")
+
+
 def test_verdicts_are_said_and_kept_and_a_resumed_run_keeps_what_it_had(tmp_path, caplog):
     rows = run_of({**HEALTHY, "reward": learning}, {"kl": 9.0, "rewards/correct/failed": lambda step: 1.0}, steps=60)
     whole = verdicts(rows)

@@ -95,7 +95,7 @@ def _remedy_of_folder(folder: Path, key: str, problem: str) -> str:
 def load_failures(key: str, source: str, what: str) -> Iterator[None]:
     """Turn the failures of loading from `source` into user errors with a remedy."""
     try:
-        with activity(f"loading the {what} of {source} (hub_timeout)"):
+        with activity(f"loading the {what} of {source}{'' if Path(source).is_dir() else ' (hub_timeout)'}"):
             yield
     except UserError:
         raise

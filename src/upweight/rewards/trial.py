@@ -17,7 +17,7 @@ from upweight.rewards.invoke import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.local import InProcessRunner
 from upweight.rewards.parts import PartRewards
 from upweight.rewards.reward import Reward, RewardCall
-from upweight.rewards.scorer import Scorer
+from upweight.rewards.scorer import MAX_REWARD, Scorer
 
 SLOW_SECONDS = 10.0  # seconds of one call above which a remark is made
 SPREAD_RATIO = 20.0  # ratio of two rewards' spreads above which a remark is made
@@ -96,7 +96,8 @@ def _try_reward(reward: Reward, call: RewardCall, workers: int, timeout: float) 
             if len(values) == len(attempts):
                 flat = chain.from_iterable(values)
                 totals = [sum(v for _, v in one.pairs) if isinstance(one, PartRewards) else one for one in flat]
-                return replace(trial, on_text=totals)
+                usable = [one if one is not None and abs(one) <= MAX_REWARD else None for one in totals]
+                return replace(trial, on_text=usable)
     return trial
 
 

@@ -130,7 +130,8 @@ class Health:
         for rule, verdict in holding:
             if names.intersection(rule.hidden_by):
                 continue
-            of = verdict.metric if verdict.metric.startswith("rewards/") else ""  # each reward is judged by itself
+            judged = verdict.metric.startswith("rewards/")
+            of = verdict.metric.rpartition("/")[0] if judged else ""  # each reward is judged by itself
             known, self.held_at[rule.name, of] = self.held_at.get((rule.name, of)), verdict.step
             if known is None or verdict.step - known >= REPEAT_AFTER:
                 new_verdicts.append(verdict)

@@ -139,6 +139,7 @@ def test_ratings_are_no_labels(refused):
         "--columns prompt=prompt,completion=response,label=rating --values 2=false,3=false,5=true --method kto`"
         in problem
     )
+    assert problem.rstrip().endswith("--method kto`")  # a full stop would stand alone below the command
 
 
 def test_ratings_that_are_no_label_by_name_are_proposed_as_one(refused):

@@ -437,6 +437,10 @@ def test_a_step_of_kto_has_answers_to_estimate_the_kl_from(loss, rows):
     ("content", "said"),
     [
         ({**GRPO, "learning_rate": 0.1}, "1e-7 to 1e-5 is usual for grpo where all weights train; try"),
+        (
+            {**WHOLE, **LORA, "learning_rate": 0.1},
+            "sft with 'adapter: lora'; try 'learning_rate: 2e-4'",
+        ),
         ({**GRPO, **LORA, "learning_rate": 0.1}, "1e-6 to 1e-4 is usual for grpo with 'adapter: lora'; try"),
         ({**WHOLE, "learning_rate": 1e-2}, "far above what is usual and ruins a model"),
         ({**WHOLE, "learning_rate": 1e-10}, "far below what is usual and hardly moves a model"),

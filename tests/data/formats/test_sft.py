@@ -98,6 +98,14 @@ def test_without_roles_only_messages_that_say_so_are_trained_on():
         chat(entry)
 
 
+def test_a_conversation_without_a_trained_turn_says_what_masks_it():
+    masked = [{**message, "train": False} for message in TALK]
+    with pytest.raises(RowError, match=r"\(assistant\), and 'train' is false where one could be; a 'filter' leaves"):
+        chat({"message_field_training": "train"}, masked)
+    with pytest.raises(RowError, match=r"at least one turn to train on \(assistant\); a 'filter' leaves rows out"):
+        chat({}, TALK[:2])
+
+
 def test_inputs_can_be_trained_on():
     text, trained = chat(train_on_inputs=True)
     assert "".join(trained) == text.removeprefix("<|im_start|>")

@@ -224,7 +224,7 @@ def label_values(table: Table) -> dict[str, bool | None]:
         if not is_label(row.get(name)):
             advice = f" {_ask_values(table, name, 'labelled', {})}"
             if is_rating(name, table):
-                advice = f" It holds ratings; say which are good and which bad: {_ask_ratings(name, table)}."
+                advice = f" It holds ratings; say which are good and which bad: {_ask_ratings(name, table)}"
             problem = f"kto needs true or false in {name!r}, and row {number} has {row.get(name)!r}"
             raise UserError(f"{table.file}: {problem}.{advice}")
     return {}

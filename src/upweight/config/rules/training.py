@@ -310,7 +310,8 @@ def unusual_rate(config: Config) -> Iterator[str]:
     which, effect = ("above", "ruins a model") if rate > high else ("below", "hardly moves a model")
     trained = f"with 'adapter: {kind}'" if kind else "where all weights train"
     usual = f"{_short(low)} to {_short(high)} is usual for {method.name} {trained}"
-    advice = f"try 'learning_rate: {_short((kind and method.lora_learning_rate) or method.learning_rate)}'"
+    for_adapter = method.lora_learning_rate or 10 * method.learning_rate  # within the range, not at its lower end
+    advice = f"try 'learning_rate: {_short(for_adapter if kind else method.learning_rate)}'"
     yield f"learning_rate: {rate:g} is far {which} what is usual and {effect} that is pretrained: {usual}; {advice}"
 
 

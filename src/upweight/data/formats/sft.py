@@ -48,7 +48,10 @@ def conversation_texts(setup: Setup, conversation: Conversation, key: str, first
     trained = {number for number in range(first, len(messages)) if _is_trained(setup, messages[number], key)}
     if not trained:
         roles = " or ".join(_roles(setup)) or "'roles_to_train' is empty"
-        raise RowError(key, f"at least one turn to train on ({roles})")
+        flag = setup.entry.message_field_training
+        masked = any(message.get(flag or "") is False for message in messages)
+        reason = f", and {flag!r} is false where one could be" if masked else ""
+        raise RowError(key, f"at least one turn to train on ({roles}){reason}; a 'filter' leaves rows out")
     turns = setup.template.turns(conversation, trained)
     return [Text(text, [_with_untrained(setup, text, span, messages, key) for span in spans]) for text, spans in turns]
 

@@ -231,8 +231,9 @@ def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool =
     quiet = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
     if quiet:
         datasets.disable_progress_bars()
+    limit = "" if existing(entry.path, folder) else " (hub_timeout)"
     try:
-        with activity(f"opening {where} (hub_timeout)"):
+        with activity(f"opening {where}{limit}"):
             parts = tuple(_open_sources(entry, name, where, folder) for name in names)
     except UserError:  # which is a ValueError
         raise
