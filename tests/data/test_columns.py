@@ -136,6 +136,18 @@ def test_the_columns_of_a_csv_are_checked_beside_a_filter(tmp_path, column, amis
     assert problems == [] if amiss is None else amiss in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "warned"),
+    [("worse reply", "better reply", True), ("better reply", "worse reply", False), ("reply A", "reply B", False)],
+)
+def test_pairs_whose_columns_are_named_for_the_other_role_are_warned_of(tmp_path, caplog, chosen, rejected, warned):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "Why?", "better reply": "So.", "worse reply": "No."}) + "\n")
+    form = {"field_prompt": "q", "field_chosen": chosen, "field_rejected": rejected}
+    entry = {"path": "rows.jsonl", "type": form}
+    list(data_problems(parse_config({"base_model": "some/model", "rl": "dpo", "datasets": [entry]}, folder=tmp_path)))
+    assert ("whose names say the opposite: exchange them" in caplog.text) is warned
+
+
 FORM = {"field_prompt": "question", "field_completion": "answer", "field_label": "thumbs"}
 
 

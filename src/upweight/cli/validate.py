@@ -38,8 +38,8 @@ def run(path: Path, overrides: list[str], *, fragment: bool, data: bool) -> None
     if looks and (unknown := [text for config in configs for text in _unknown_lengths(config)]):
         raise UserError("\n".join(dict.fromkeys(unknown)))
     if looks:
-        seen = "the first of each local file, and none of the hub; all are read by"
-        logger.info("rows that were checked: %s upweight preprocess %s", seen, shlex.quote(str(path)))
+        seen = "the names in the first row of each local file, and none of the hub; all rows are read by"
+        logger.info("columns that were checked: %s upweight preprocess %s", seen, shlex.quote(str(path)))
     if not fragment:
         logger.info(
             "not checked, since machines differ: %s (upweight doctor %s)",

@@ -102,6 +102,11 @@ def guess_columns(kind: str, columns: Iterable[str]) -> dict[str, str]:
     return column_of
 
 
+def are_swapped(chosen: str, rejected: str) -> bool:
+    """Return whether two columns of pairs are named for each other's role."""
+    return guess_columns("pairs", (chosen, rejected)) == {"chosen": rejected, "rejected": chosen}
+
+
 def _is_named(name: str, word: str) -> bool:
     words = words_of(name)
     return word in words and not (word == "message" and ANSWERERS & set(words))

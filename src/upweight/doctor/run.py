@@ -60,7 +60,9 @@ def check_run(folder: Path) -> list[Finding]:
     ]
     ended = _run_state(rows, record, state, whole)
     if state == "killed" and (free := shutil.disk_usage(folder).free) < FULL:
-        full = f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole, record)}"
+        full = (
+            f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole, record, trained=bool(rows))}"
+        )
         ended = replace(
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
         )
@@ -79,10 +81,11 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
         return Finding("alarm", "out of memory", f"the run failed {where}: {message}", MEMORY_REMEDIES, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
+    advice = _resume_advice(whole, record, trained=bool(rows))
     endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
-        "stopped": ("warning", f"was stopped {where}", _resume_advice(whole, record)),
-        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume_advice(whole, record)}"),
+        "stopped": ("warning", f"was stopped {where}", advice),
+        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {advice}"),
         "running": ("ok", f"is running, {where}", ""),
         "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS + _resuming(record)),
     }
@@ -129,8 +132,10 @@ def _judge_later(waiting: list[Waiting]) -> str:
     return f"{len(waiting)} rules judge later: '{first.name}' from step {first.step} on, all from step {last.step} on"
 
 
-def _resume_advice(whole: int | None, record: dict[str, Any]) -> str:
+def _resume_advice(whole: int | None, record: dict[str, Any], *, trained: bool) -> str:
     """Return the remedy: resume from the last complete checkpoint, or start again where there is none."""
+    if whole is None and not trained:
+        return "start again"
     if whole is None:
         return "there is no whole checkpoint to resume from: start again; save_steps sets how often they are written"
     return f"resume from step {whole} with {_resuming(record)}"

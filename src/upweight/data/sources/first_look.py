@@ -7,7 +7,7 @@ from typing import Any
 from upweight.config import Config
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
-from upweight.data.columns import PLAIN, ROLES, first_row, mapping_advice, misses_columns, surplus_cells
+from upweight.data.columns import PLAIN, ROLES, are_swapped, first_row, mapping_advice, misses_columns, surplus_cells
 from upweight.data.raw_row import Row, RowError, marked, read_label
 from upweight.data.sources.lookup import (
     FILE_KINDS,
@@ -20,6 +20,7 @@ from upweight.data.sources.lookup import (
 )
 from upweight.data.sources.raw_files import encoding_problem, workbook_problem
 from upweight.errors import did_you_mean
+from upweight.log import warn_once
 
 # What rows with a `type` need, by the kind of data: a column of each group. Types that are not listed are not judged.
 _FIRST, _ANSWERS = ("prompt", "input", "question", "instruction"), (("chosen",), ("rejected",))
@@ -65,8 +66,19 @@ def data_problems(config: Config) -> Iterator[str]:
         if stage.gym.enabled:  # whose files may lie in the Gym's folder
             continue
         for key, entry in entries(stage):
+            _warn_of_swapped_roles(entry, key)
             missing = [f"{entry_name(entry, key)}: {problem}" for problem in missing_files(entry, stage.folder)]
             yield from missing or _unread_columns(stage, entry, key)
+
+
+def _warn_of_swapped_roles(entry: DatasetSpec, key: str) -> None:
+    form = entry.type if isinstance(entry.type, UserFormat) else entry
+    chosen, rejected = form.field_chosen or "chosen", form.field_rejected or "rejected"
+    if are_swapped(chosen, rejected):
+        named = f"the chosen answer is read from {chosen!r} and the rejected one from {rejected!r}"
+        warn_once(
+            f"{entry_name(entry, key)}: {named}, whose names say the opposite: exchange them, or go on if it is so"
+        )
 
 
 def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[str]:
