@@ -113,7 +113,7 @@ def test_what_is_not_there_is_said_with_its_key(tmp_path, name, said):
 def test_other_things_are_no_rewards():
     with pytest.raises(UserError, match="a int is no reward"):
         as_rewards([3])
-    with pytest.raises(UserError, match="2 given for 1 rewards"):
+    with pytest.raises(UserError, match="2 given for 1 reward;"):
         as_rewards(lambda completions: [], [None, None])
 
 

@@ -332,16 +332,16 @@ def test_a_model_that_generate_cannot_cache_is_sampled_without_one(caplog):
     assert largest_difference(engine, model, PROMPTS, out) < 1e-4
 
 
-def layer_weights(model) -> list[torch.nn.Parameter]:
-    """The weights of linear layers in decoder layers, without adapters."""
+def mlp_weights(model) -> list[torch.nn.Parameter]:
+    """The weights of MLPs, without adapters."""
     named = model.named_parameters()
-    return [w for name, w in named if ".layers." in name and w.dim() == 2 and "lora_" not in name]
+    return [w for name, w in named if ".mlp." in name and w.dim() == 2 and "lora_" not in name]
 
 
 def rounded(model):
-    """A copy of a model whose decoder layers have the weights that 8 bits hold."""
+    """A copy of a model whose MLPs have the weights that 8 bits hold."""
     other = copy.deepcopy(model)
-    for weight in layer_weights(other):
+    for weight in mlp_weights(other):
         step_F1 = weight.data.abs().amax(1, keepdim=True) / 127
         weight.data = (weight.data / step_F1).round() * step_F1
     return other
@@ -364,7 +364,7 @@ def test_weights_in_8_bits_are_those_that_tokens_are_drawn_with(kind: str, adapt
         sampler.sync(1)
     held = sampler.held_bytes()
     sampler.close()
-    assert held - sampler.held_bytes() > sum(weight.numel() for weight in layer_weights(model))
+    assert held - sampler.held_bytes() > sum(weight.numel() for weight in mlp_weights(model))
     assert len(sampler.generate(PROMPTS, 1, SAMPLING)) == len(PROMPTS)
 
 
