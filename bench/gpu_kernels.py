@@ -62,10 +62,10 @@ class Layers:
 
     def in_int8(self, x_ND: Tensor) -> Tensor:
         """By our kernels for few rows, from weights in 8 bits."""
-        values, scales = (list(part) for part in zip(*self.copies, strict=True))
+        pairs, scales = (list(part) for part in zip(*self.copies, strict=True))
         if self.gated:
-            return gated.gated_linears(x_ND, values, self.downs, self.ups, self.scalings, scales=scales)
-        return kernel.linears(x_ND, values, [], self.downs, self.ups, self.scalings, scales=scales).out_NF
+            return gated.gated_linears(x_ND, pairs, self.downs, self.ups, self.scalings, scales=scales)
+        return kernel.linears(x_ND, pairs, [], self.downs, self.ups, self.scalings, scales=scales).out_NF
 
     def apart(self, x_ND: Tensor) -> list[Tensor]:
         """By torch's products."""

@@ -82,7 +82,10 @@ def tile_rows(rows: int, *, int8: bool) -> tuple[int, ...]:
 
 
 def tiles(layer: Layer, rows: int, *, int8: bool) -> list[tuple[Any, bool]]:
-    """The tiles that are tried, swapped or not: as many stages as let one to three programs share a processor."""
+    """The tiles that are tried, with the weight as the right factor and as the left one (swapped).
+
+    They have as many stages as let one to three programs share a processor.
+    """
     chosen = set()
     weights, inputs = 2 if layer.gated else 1, 2 if int8 else 1
     outputs, pairs = layer.widths[:1] if layer.gated else layer.widths, layer.depth // inputs
@@ -100,9 +103,7 @@ def tiles(layer: Layer, rows: int, *, int8: bool) -> list[tuple[Any, bool]]:
                 GatedTile(height, columns, block, stages, warps) if layer.gated
                 else Tile(height, columns, block, depth, stages, warps)
             )  # fmt: skip
-            swapped = columns >= 64 and warps > 2
-            if (int8 and not swapped) or not int8:
-                chosen.add((tile, swapped and height < 64))
+            chosen |= {(tile, swapped) for swapped in (False, True) if not swapped or (columns >= 64 and warps > 2)}
     return sorted(chosen)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from upweight.doctor.run import check_run
 from upweight.runs.checkpoints import mark_whole
-from upweight.runs.command import go_on, resume_words, started_by, training_into
+from upweight.runs.command import resume_advice, resume_words, started_by, training_into
 from upweight.runs.record import recorded
 
 
@@ -53,7 +53,7 @@ def test_the_record_keeps_it_without_credentials_and_doctor_says_it(tmp_path):
 
 def test_a_run_without_a_checkpoint_is_not_to_be_resumed(tmp_path):
     with started_by(["c.yaml"]), training_into(tmp_path):
-        assert go_on() == "start again: there is no checkpoint yet"
+        assert resume_advice() == "start again: there is no checkpoint yet"
         (tmp_path / "checkpoint-3").mkdir()
-        assert go_on() == "go on with `upweight train c.yaml --resume`"
-    assert go_on() == "go on with --resume"
+        assert resume_advice() == "go on with `upweight train c.yaml --resume`"
+    assert resume_advice() == "go on with --resume"

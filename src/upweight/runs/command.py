@@ -45,7 +45,7 @@ def training_into(folder: Path) -> Iterator[None]:
         _folders.pop()
 
 
-def go_on() -> str:
+def resume_advice() -> str:
     """Return what to do once a cause is fixed: go on by the command that does, or start again without a checkpoint."""
     if _folders and not checkpoints_of(_folders[-1]):
         return "start again: there is no checkpoint yet"

@@ -33,7 +33,8 @@ from upweight.models.kernels.tiles import GatedTile, Tile, tile_of
 
 Tensors = list[Tensor]
 MOST_RANK, MOST_LAYERS = 64, 3
-_SMALLEST_SIDE, _WIDEST_SIDE = 16, 64  # of a matrix product on tensor cores, and of its left factor for all of them
+_SMALLEST_SIDE = 16  # of a matrix product on tensor cores
+_LEFT_ROWS = 64  # of the left factor, which the fastest matrix instructions take
 
 
 class InputNorm(NamedTuple):
@@ -114,8 +115,12 @@ def norm_arguments(norm: InputNorm | None, x_ND: Tensor) -> tuple[Tensor, int, f
 
 
 def is_swapped(tile: Tile | GatedTile, scales: Sequence[Tensor]) -> bool:
-    """Return whether a weight is the left factor, since there are too few rows for that side of tensor cores."""
-    return tile.columns >= _WIDEST_SIDE and (tile.rows < _WIDEST_SIDE or bool(scales))
+    """Return whether W x' is computed in place of x W'.
+
+    The left factor needs more rows than few rows of x are, and only that one may be in registers, where integers are
+    converted.
+    """
+    return tile.columns >= _LEFT_ROWS and (tile.rows < _LEFT_ROWS or bool(scales))
 
 
 def tiles_of_norm(norm: InputNorm | None) -> int:

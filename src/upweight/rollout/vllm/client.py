@@ -12,7 +12,7 @@ from upweight.errors import UserError
 from upweight.event_loop import EventLoop
 from upweight.heartbeat import activity
 from upweight.log import logger
-from upweight.runs.command import go_on
+from upweight.runs.command import resume_advice
 
 T = TypeVar("T")
 ANSWER_SECONDS = 30.0  # seconds for a request without generation
@@ -143,7 +143,7 @@ def unreachable(url: str, seconds: float, error: BaseException | str) -> str:
     return (
         f"the vLLM server at {url} has not answered for {seconds:g} seconds ({error}). Start it with "
         "`upweight vllm-serve`, check trl.vllm_server_host and trl.vllm_server_port, or raise trl.vllm_server_timeout; "
-        f"then {go_on()}."
+        f"then {resume_advice()}."
     )
 
 

@@ -28,7 +28,7 @@ from upweight.rollout.vllm.probe import (
     served_base,
     top_logps_of,
 )
-from upweight.runs.command import go_on
+from upweight.runs.command import resume_advice
 
 SEND_ATTEMPTS = 4  # at sending weights
 CHECK_VALID_SECONDS = 1.0  # seconds for which a check of the server stays valid: a restart takes longer
@@ -140,7 +140,7 @@ class ServedVersions:
                 raise
         fault = (
             f"the weights of step {version} could not be sent to the vLLM server at {self.client.url}: {problem}. "
-            f"Fix that and {go_on()}."
+            f"Fix that and {resume_advice()}."
         )
         self.give_up(fault)
         raise UserError(fault)

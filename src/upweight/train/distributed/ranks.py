@@ -17,7 +17,7 @@ from upweight.engine.context_parallel import ContextGroup
 from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.processes import free_port
-from upweight.runs.command import go_on
+from upweight.runs.command import resume_advice
 
 DEVICE = "UPWEIGHT_DEVICE"  # of the environment: mps
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def patiently() -> Iterator[Any]:
                 raise
             raise UserError(
                 f"ddp_wait_timeout: another rank did not come to this point within {_wait_seconds} seconds. Look at "
-                f"what it does, or raise it; then {go_on()}."
+                f"what it does, or raise it; then {resume_advice()}."
             ) from error
 
 
