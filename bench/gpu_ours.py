@@ -41,11 +41,12 @@ def random_base(work: dict[str, Any]) -> Any:
     return base
 
 
-def quantised_base(base: Any, folder: Path) -> Any:
-    """The same weights with linear layers in 4 bits."""
-    base.save_pretrained(folder / "base")
-    content = {"base_model": str(folder / "base"), "adapter": "qlora", "load_in_4bit": True}
-    config = parse_config(content, folder=folder, fragment=True)
+def base_of(work: dict[str, Any]) -> Any:
+    """The case's model; where it is quantised, the one that lies in the case's folder, with linear layers in 4 bits."""
+    if not work.get("quantised"):
+        return random_base(work)
+    content = {"base_model": work["model"], "adapter": "qlora", "load_in_4bit": True}
+    config = parse_config(content, folder=Path.cwd(), fragment=True)
     return load_model(config.model, torch.bfloat16, head="tokens", tokenizer=None, adapter=config.adapter, seed=0)
 
 
@@ -59,7 +60,7 @@ def savings_of(work: dict[str, Any]) -> OptimSection:
     return parse_config(content, folder=Path.cwd(), fragment=True).optim
 
 
-def runner_of(work: dict[str, Any], folder: Path | None = None) -> tuple[Any, StepRunner, list[Any]]:
+def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     """Model, step runner and units of a case."""
     method = SFT() if work["name"] == "sft_step" else METHODS[work["name"]]
     if method.online:
@@ -68,9 +69,7 @@ def runner_of(work: dict[str, Any], folder: Path | None = None) -> tuple[Any, St
         units = units_of(work["rows"], method)
     else:
         units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
-    base = random_base(work)
-    if work.get("quantised") and folder is not None:
-        base = quantised_base(base, folder)
+    base = base_of(work)
     section = None
     if work["lora_r"]:
         experts = work.get("lora_parameters")
@@ -85,14 +84,15 @@ def runner_of(work: dict[str, Any], folder: Path | None = None) -> tuple[Any, St
     return model, StepRunner(method, *parts, router_coefficient=policy.router_coefficient), units
 
 
-def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, Callable[[], Tensor]]:
-    """Model, step runner and a step that samples, scores and trains."""
+def whole_step_of(
+    work: dict[str, Any], folder: Path
+) -> tuple[Any, StepRunner, Callable[[], Any], Callable[[Any], Tensor]]:
+    """Model, step runner, what samples and scores a step's completions, and what trains on them."""
     prompts = [{"prompt": " ".join(f"t{token}" for token in row["prompt"])} for row in work["rows"]]
     vocabulary = {"</s>": work["vocabulary"], "<pad>": 1} | {f"t{n}": n for n in range(2, work["vocabulary"])}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     checkpointed = {"token_budget": work["budget"], "gradient_checkpointing": True}
-    base = random_base(work)
     config = GRPOConfig(
         output_dir=str(folder / "ours"),
         per_device_train_batch_size=work["micro_batch"],
@@ -108,7 +108,7 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
 
     adapter = LoraConfig(r=work["lora_r"], lora_alpha=32, target_modules="all-linear")
     trainer = GRPOTrainer(
-        quantised_base(base, folder) if work.get("quantised") else base,
+        base_of(work),
         reward,
         args=config,
         train_dataset=prompts,
@@ -119,11 +119,13 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
     rollouts, runner = trainer.rollouts, trainer.runner
     assert rollouts is not None
 
-    def step() -> Tensor:
-        inputs = rollouts.next_step(runner, model, trainer.state)
+    def sample() -> Any:
+        return rollouts.next_step(runner, model, trainer.state)
+
+    def train(inputs: Any, /) -> Tensor:
         return runner.train(model, inputs["units"], inputs["counts"])
 
-    return model, runner, step
+    return model, runner, sample, train
 
 
 def wait_for_gpu() -> None:
@@ -133,17 +135,24 @@ def wait_for_gpu() -> None:
 
 
 def main(folder: Path) -> None:
-    """Answer "step" on stdin with the seconds, memory, loss and gradient norm of a step; "rest" frees memory."""
+    """Answer "step" on stdin with the seconds, memory, loss and gradient norm of a step; "rest" frees memory.
+
+    Of a step that samples too, `training_s` is what it takes from then on.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     work = json.loads((folder / "work.json").read_text())
-    if work["name"] == "grpo_whole_step":
-        model, runner, step = whole_step_of(work, folder)
+    whole = work["name"] == "grpo_whole_step"
+    if whole:
+        model, runner, sample, train = whole_step_of(work, folder)
     else:
-        model, runner, units = runner_of(work, folder)
+        model, runner, units = runner_of(work)
 
-        def step() -> Tensor:
-            return runner.train(model, units)
+        def sample() -> Any:
+            return units
+
+        def train(inputs: Any, /) -> Tensor:
+            return runner.train(model, inputs)
 
     for asked in sys.stdin:
         if asked == "rest\n":
@@ -155,12 +164,16 @@ def main(folder: Path) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = step()
+        inputs = sample()
         wait_for_gpu()
-        seconds = time.perf_counter() - start
+        sampled = time.perf_counter()
+        loss = train(inputs)
+        wait_for_gpu()
+        end = time.perf_counter()
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
         answer = {
-            "s": seconds,
+            "s": end - start,
+            **({"training_s": end - sampled} if whole else {}),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "loss": float(loss),
             "grad_norm": torch.nn.utils.get_total_norm(grads).item(),

@@ -94,14 +94,14 @@ def step_of(case: str, lora: bool, folder: Path) -> Callable[[], Any]:
     """A step of a case as its row of the table takes it, from empty gradients."""
     work = gpu_share.work_of(SHARES[case]) if case in SHARES else gpu_step.work_of(case, lora)
     if case == "grpo_whole":
-        model, _, step = whole_step_of(work, folder)
+        model, _, sample, train = whole_step_of(work, folder)
     else:
         model, runner, units = runner_of(work)
-        step = partial(runner.train, model, units)
+        sample, train = (lambda: units), partial(runner.train, model)
 
     def fresh() -> None:
         model.zero_grad()
-        step()
+        train(sample())
 
     return fresh
 

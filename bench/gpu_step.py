@@ -120,26 +120,49 @@ class Side:
 
 
 def in_turn(sides: dict[str, Side], steps: int, settle: bool = True) -> dict[str, Any]:
-    """Medians of each side's steps. All load at the same time; then one works while the others wait and leave it the
-    GPU's memory; to `settle`, before a step that counts it makes one that does not."""
-    line: dict[str, Any] = {}
-    answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    warming, measuring = (False,), (False, True) if settle else (True,)
-    for turn in range(1 + steps):
-        for name, side in sides.items():
-            print(f"{time.strftime('%X')} turn {turn} of {steps}: {name}", file=sys.stderr, flush=True)
-            for counted in measuring if turn else warming:
-                if side.error is None:
-                    side.ask()
-                    answer = side.answer()
-                    answers[name] += [answer] if counted else []
-            side.ask("rest")
+    """Medians of each side's steps. All load at the same time, and make a first step that does not count; then one
+    works while the others wait and leave it the GPU's memory."""
+    warm_up(sides)
+    return measured_in_turn(sides, steps, settle)
+
+
+def warm_up(sides: dict[str, Side]) -> None:
+    """A step of each side that does not count, in which it loads and compiles."""
     for name, side in sides.items():
-        found = {"error": side.error} if side.error is not None else {
+        _log_turn(0, name)
+        _steps_of(side, (False,))
+
+
+def measured_in_turn(sides: dict[str, Side], steps: int, settle: bool) -> dict[str, Any]:
+    """Medians of so many steps of each side; to `settle`, before a step that counts it makes one that does not."""
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for turn in range(1, 1 + steps):
+        for name, side in sides.items():
+            _log_turn(turn, name)
+            answers[name] += _steps_of(side, (False, True) if settle else (True,))
+    line: dict[str, Any] = {}
+    for name, side in sides.items():
+        measured = {"error": side.error} if side.error is not None else {
             key: median(answer[key] for answer in answers[name]) for key in answers[name][0]
         }  # fmt: skip
-        line |= {f"{name}_{key}": value for key, value in found.items()}
+        line |= {f"{name}_{key}": value for key, value in measured.items()}
     return line
+
+
+def _log_turn(turn: int, name: str) -> None:
+    print(f"{time.strftime('%X')} turn {turn}: {name}", file=sys.stderr, flush=True)
+
+
+def _steps_of(side: Side, counted: Sequence[bool]) -> list[dict[str, float]]:
+    """Steps of one side, after which it rests; the answers of those that are counted."""
+    answers = []
+    for counts in counted:
+        if side.error is None:
+            side.ask()
+            answer = side.answer()
+            answers += [answer] if counts else []
+    side.ask("rest")
+    return answers
 
 
 def measure(

@@ -2,10 +2,10 @@
 
 Random weights of Qwen2.5's shapes in bfloat16 or in 4 bits, rank 16 on every linear layer, in each mode of `memory`.
 All sides run as processes of their own, step by step in turn, and give their memory back while they wait: SFT and DPO
-on the same tokens; GRPO on completions that each side samples of the same prompts, all of the same length. A line has
-seconds, peaks and the tokens that each side's step gave the model; ours shares the tokens of common beginnings, so they
-are fewer. UNSLOTH_PYTHON names the Python of the environment that has Unsloth, whose versions of other libraries are
-its own.
+on the same tokens; GRPO on completions that each side samples of the same prompts, all of the same length, for which
+`training_s` is the step without sampling and rewards. A line has seconds, peaks and the tokens that each side's step
+gave the model; ours shares the tokens of common beginnings, so they are fewer. UNSLOTH_PYTHON names the Python of the
+environment that has Unsloth, whose versions of other libraries are its own.
 """
 
 import argparse
@@ -15,12 +15,16 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench.gpu_ours import random_base
 from bench.gpu_share import SHAPE_7B
-from bench.gpu_step import END, ROOT, SHAPE, VOCABULARY, Side, in_turn, pairs, words
+from bench.gpu_step import END, ROOT, SHAPE, VOCABULARY, Side, measured_in_turn, pairs, warm_up, words
+from bench.peers.unsloth_gpu_words import word_tokenizer
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}
 MODES = ("lean", "balanced", "fast")
@@ -74,31 +78,62 @@ def unsloth_python() -> str | None:
     return python if subprocess.run([python, "-c", find], check=False).returncode == 0 else None
 
 
-def measure(case: str, size: str, options: argparse.Namespace, *, quantised: bool) -> dict[str, Any]:
-    """Our step in each mode and Unsloth's, by turns; only ours where it is not installed."""
-    python = unsloth_python()
-    work = work_of(case, size, quantised=quantised)
-    if options.budget is not None:
-        work["token_budget"] = options.budget
-    line: dict[str, Any] = {"name": f"unsloth_{case}", "size": size, "adapter": "qlora" if quantised else "lora"}
-    line |= tokens_of(work) | ({} if python else {"unsloth": MISSING})
-    modes = options.mode or MODES
+def save_model(size: str, folder: Path) -> None:
+    """The shape's random weights and a tokenizer, for all sides to load."""
+    made = random_base({"shape": SHAPES[size], "vocabulary": VOCABULARY})
+    made.save_pretrained(folder)
+    word_tokenizer(VOCABULARY).save_pretrained(folder)
+    del made
+    torch.cuda.empty_cache()
+
+
+def sides_of(work: dict[str, Any], modes: Sequence[str], python: str | None, folder: Path) -> dict[str, Side]:
+    """The processes of a case: ours in each mode, and Unsloth's where there is one."""
     sides: dict[str, Side] = {}
+    for name in (*modes, *(["unsloth"] if python else [])):
+        here = folder / name
+        here.mkdir(parents=True)
+        (here / "work.json").write_text(json.dumps(work | {"memory": name}))
+        theirs = [python, ROOT / "bench" / "peers" / "unsloth_gpu_step.py", here]
+        ours = [sys.executable, "-m", "bench.gpu_ours", here]
+        sides[name] = Side(theirs if name == "unsloth" else ours, here / "log")
+    return sides
+
+
+def measure(
+    cases: Sequence[str], size: str, model: Path, options: argparse.Namespace, *, quantised: bool
+) -> Iterator[dict[str, Any]]:
+    """A line a case: our step in each mode and Unsloth's, by turns; only ours where it is not installed.
+
+    The processes of all cases load at the same time."""
+    python, modes = unsloth_python(), options.mode or MODES
+    sides: dict[str, dict[str, Side]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name in (*modes, *(["unsloth"] if python else [])):
-            folder = Path(temporary) / name
-            folder.mkdir()
-            (folder / "work.json").write_text(json.dumps(work | {"memory": name}))
-            theirs = [python, ROOT / "bench" / "peers" / "unsloth_gpu_step.py", folder]
-            ours = [sys.executable, "-m", "bench.gpu_ours", folder]
-            sides[name] = Side(theirs if name == "unsloth" else ours, folder / "log")
         try:
-            line |= in_turn(sides, options.steps)
+            for case in cases:
+                work = work_of(case, size, quantised=quantised) | {"model": str(model)}
+                if options.budget is not None:
+                    work["token_budget"] = options.budget
+                sides[case] = sides_of(work, modes, python, Path(temporary) / case)
+            for of_case in sides.values():
+                warm_up(of_case)
+            for case, of_case in sides.items():
+                line: dict[str, Any] = {"name": f"unsloth_{case}", "size": size}
+                line |= {"adapter": "qlora" if quantised else "lora"} | ({} if python else {"unsloth": MISSING})
+                line |= tokens_of(work_of(case, size, quantised=quantised))
+                yield line | compared(measured_in_turn(of_case, options.steps, settle=True), modes)
+                for side in of_case.values():
+                    side.end()
         finally:
-            for side in sides.values():
+            for side in (side for of_case in sides.values() for side in of_case.values()):
                 side.end()
-    if "unsloth_s" in line:
-        line |= {f"{mode}_ratio": line["unsloth_s"] / line[f"{mode}_s"] for mode in modes if f"{mode}_s" in line}
+
+
+def compared(line: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
+    """A case's figures with how many times as fast as Unsloth each mode is, in a step and in its training part."""
+    for key, ratio in (("s", "ratio"), ("training_s", "training_ratio")):
+        if theirs := line.get(f"unsloth_{key}"):
+            line |= {f"{mode}_{ratio}": theirs / line[f"{mode}_{key}"] for mode in modes if f"{mode}_{key}" in line}
     return line
 
 
@@ -114,15 +149,23 @@ def main() -> None:
     options = parser.parse_args()
     if unsloth_python() is None:
         print(f"bench.gpu_unsloth: {MISSING}. Only our side is measured.", file=sys.stderr, flush=True)
-    for case in options.only or CASES:
-        if options.tokens:
+    cases = options.only or list(CASES)
+    if options.tokens:
+        for case in cases:
             print(json.dumps({"name": f"unsloth_{case}"} | tokens_of(work_of(case, "1.5b", quantised=False))))
-            continue
-        for size in options.size or SHAPES:
+        return
+    for size in options.size or SHAPES:
+        with tempfile.TemporaryDirectory() as temporary:
+            save_model(size, Path(temporary))
             for adapter in options.adapter or ("lora", "qlora"):
-                line = measure(case, size, options, quantised=adapter == "qlora")
-                rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
-                print(json.dumps(rounded), flush=True)
+                loaded = [[case] for case in cases] if (size, adapter) == ("7b", "lora") else [cases]  # by memory
+                for together in loaded:
+                    for line in measure(together, size, Path(temporary), options, quantised=adapter == "qlora"):
+                        print(json.dumps(rounded(line)), flush=True)
+
+
+def rounded(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Unsloth's side of a GPU case: the `training_step` of its trainer on the same tokens; a line in, a JSON line out.
 
 argv: the folder of the case. It runs in an environment of its own, where Unsloth, TRL and bitsandbytes are installed.
-An answer has the tokens that the step gave the model: `tokens` without padding, `padded_tokens` with it.
+An answer has the tokens that the step gave the model: `tokens` without padding, `padded_tokens` with it. Of a step that
+samples too, `training_s` is what is left without sampling and scoring.
 """
 
 import json
@@ -24,25 +25,15 @@ from unsloth import FastLanguageModel  # noqa: E402  # isort: skip  # before the
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 from trl_arguments import step_arguments  # noqa: E402
 from unsloth_gpu_words import LINEAR, word_tokenizer  # noqa: E402
 
 
 def model() -> Any:
-    """Random weights of the case's shape, with Unsloth's adapter and its checkpointing."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2", vocab_size=WORK["vocabulary"], eos_token_id=0, **WORK["shape"])
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        made = AutoModelForCausalLM.from_config(config)
-    torch.set_default_dtype(torch.float32)
-    made.save_pretrained(FOLDER / "model")
-    tokenizer().save_pretrained(FOLDER / "model")
-    del made
-    torch.cuda.empty_cache()
+    """The case's weights, with Unsloth's adapter and its checkpointing."""
     loaded, _ = FastLanguageModel.from_pretrained(
-        str(FOLDER / "model"), max_seq_length=WORK["longest"], dtype=torch.bfloat16, load_in_4bit=WORK["quantised"]
+        WORK["model"], max_seq_length=WORK["longest"], dtype=torch.bfloat16, load_in_4bit=WORK["quantised"]
     )
     rank = {"r": WORK["lora_r"], "lora_alpha": 32, "lora_dropout": 0, "target_modules": LINEAR}
     return FastLanguageModel.get_peft_model(loaded, **rank, use_gradient_checkpointing="unsloth")
@@ -94,7 +85,7 @@ def grpo_trainer() -> Any:
 class OnDemand(TrainerCallback):
     """Starts a step when a line comes in; answers when its metrics are logged."""
 
-    seconds, tokens, padded = 0.0, 0, 0
+    seconds, sampling, tokens, padded = 0.0, 0.0, 0, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         while (asked := sys.stdin.readline()) == "rest\n":
@@ -102,12 +93,13 @@ class OnDemand(TrainerCallback):
         if not asked:
             os._exit(0)
         torch.cuda.reset_peak_memory_stats()
-        OnDemand.seconds, OnDemand.tokens, OnDemand.padded = 0.0, 0, 0
+        OnDemand.seconds, OnDemand.sampling, OnDemand.tokens, OnDemand.padded = 0.0, 0.0, 0, 0
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         answer = {
             "s": OnDemand.seconds,
+            **({"training_s": OnDemand.seconds - OnDemand.sampling} if OnDemand.sampling else {}),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "loss": logs["loss"],
             "grad_norm": logs["grad_norm"],
@@ -117,7 +109,7 @@ class OnDemand(TrainerCallback):
         print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
-def clock(trainer: Any, method: str) -> None:
+def clock(trainer: Any, method: str, counter: str) -> None:
     inner = getattr(trainer, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +117,7 @@ def clock(trainer: Any, method: str) -> None:
         start = time.perf_counter()
         result = inner(*args, **kwargs)
         torch.cuda.synchronize()
-        OnDemand.seconds += time.perf_counter() - start
+        setattr(OnDemand, counter, getattr(OnDemand, counter) + time.perf_counter() - start)
         return result
 
     setattr(trainer, method, timed)
@@ -146,7 +138,9 @@ def count_tokens(trained: Any) -> None:
 def main() -> None:
     trainer = {"dpo_step": dpo_trainer, "sft_step": sft_trainer, "grpo_whole_step": grpo_trainer}[WORK["name"]]()
     count_tokens(trainer.model)
-    clock(trainer, "training_step")
+    clock(trainer, "training_step", "seconds")
+    if WORK["name"] == "grpo_whole_step":
+        clock(trainer, "_generate_and_score_completions", "sampling")
     trainer.add_callback(OnDemand())
     trainer.train()
 
