@@ -1,6 +1,7 @@
 """Whether the hub can be reached, asked once; and the models that this machine has without it."""
 
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -93,19 +94,23 @@ def is_of_network(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def hub_errors(problem: str) -> Iterator[None]:
-    """Raise errors of the hub as a `UserError` that names the key."""
+def hub_errors(problem: str, saved: tuple[str, str] | None = None) -> Iterator[None]:
+    """Raise errors of the hub as a `UserError` that names the key; `saved`: the repository and the folder to push."""
     try:
         yield
     except Exception as error:  # errors of the hub and of its HTTP library have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "Log in with `hf auth login`, correct the name, or drop it."
-        if is_of_network(error):
+        unreached = is_of_network(error)
+        if unreached:
             reason = f"the hub ({constants.ENDPOINT}) cannot be reached ({reason})"
             remedy = "Push the folder later; training without the key (in a script: push_to_hub) needs no hub."
         if constants.HF_HUB_OFFLINE:
-            reason, remedy = (
-                "the hub is not asked, as HF_HUB_OFFLINE is set",
-                "Unset it, or push later from the folder.",
-            )
-        raise UserError(f"hub_model_id: {problem}: {reason}. {remedy}") from error
+            reason, remedy = "the hub is not asked, as HF_HUB_OFFLINE is set", "Unset it, or push later."
+        if saved is not None:
+            first = remedy.partition(",")[0]
+            how = f"{first}, then push it" if constants.HF_HUB_OFFLINE or not unreached else "Push it later"
+            remedy = f"The model is saved in {saved[1]}. {how}: `{shlex.join(['hf', 'upload', *saved])}`."
+        failure = UserError(f"hub_model_id: {problem}: {reason}. {remedy}")
+        says_all = unreached or isinstance(error, OSError)  # traces of requests, of hundreds of lines, add nothing
+        raise failure from None if says_all else error
