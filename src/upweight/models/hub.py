@@ -7,7 +7,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
@@ -17,6 +19,9 @@ from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 
 LIMIT_SECONDS = 5.0
+DEEPEST, MOST_FOLDERS = 3, 500  # below the working folder, where models are looked for
+MOST_NAMED = 5  # models in a message
+PASSED_OVER = ("checkpoint-*", "*cache__", "node_modules", "site-packages", "venv")  # and hidden ones but .cache
 DEMO_MODELS = Path(".cache") / "demo"  # where `make demo` puts the model that it fetches
 
 
@@ -70,10 +75,43 @@ def local_copy(model: str) -> Path | None:
 
 
 def models_here() -> list[str]:
-    """Return how `base_model` can name the models that this machine has."""
+    """Return how `base_model` can name the models that this machine has, as far as a short look finds them."""
     stored = sorted(Path(constants.HF_HUB_CACHE).glob("models--*/snapshots"))
     names = [folder.parent.name.removeprefix("models--").replace("--", "/") for folder in stored]
-    return [*names, *map(str, _demo_files())]
+    return list(dict.fromkeys([*names, *map(str, _model_folders()), *map(str, _demo_files())]))
+
+
+def models_to_name(key: str, source: str) -> str:
+    """Return which models are here, one that is called like the missing one first, or how to get one."""
+    if here := sorted(models_here(), key=lambda one: Path(one).name != Path(source).name):
+        more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
+        return f"Name one of those here with {key}: {'; '.join(here[:MOST_NAMED])}{more}"
+    return (
+        f"No other model is here either, in the hub's cache or up to {DEEPEST} folders below {Path.cwd()}: get one "
+        "where there is a network (`hf download ORGANISATION/MODEL --local-dir "
+        f"FOLDER`), bring the folder, and name it with {key}. To try without any network: "
+        "`upweight init grpo --tiny` writes a starter with a tiny model"
+    )
+
+
+def _model_folders() -> Iterator[Path]:
+    """Yield the folders of models below the working folder, the nearest first."""
+    level, looked_into = [Path()], 0
+    for _ in range(DEEPEST):
+        names = (Path(folder, name) for folder in level for name in _folders_in(folder))
+        level = list(islice(names, MOST_FOLDERS - looked_into))
+        looked_into += len(level)
+        yield from (one for one in level if (one / "config.json").is_file() and any(one.glob("model*.safetensors")))
+
+
+def _folders_in(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder that may hold models."""
+    try:
+        names = sorted(one.name for one in folder.iterdir() if one.is_dir())
+    except OSError:  # which may not be read
+        return []
+    visible = (name for name in names if not name.startswith(".") or name == ".cache")
+    return [name for name in visible if not any(fnmatch(name, pattern) for pattern in PASSED_OVER)]
 
 
 def _demo_files() -> Iterator[Path]:
