@@ -103,7 +103,8 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     plan = plan_memory(state.config)
     state.memory = plan.need
     if (missing := _stored(state.config).missing_packages()) is not None:
-        yield Finding("alarm", "base_model", *missing.split(": "))
+        says, _, remedy = missing.partition(": ")
+        yield Finding("alarm", "base_model", says, remedy)
     evidence = {"needed_gib": round(plan.need.total / GIB, 2), "there_gib": round(plan.available / GIB, 2)}
     if plan.fits:
         yield Finding("ok", "memory", plan.line(), evidence=evidence)

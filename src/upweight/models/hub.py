@@ -81,9 +81,14 @@ def models_here() -> list[str]:
     return list(dict.fromkeys([*names, *map(str, _model_folders()), *map(str, _demo_files())]))
 
 
+def models_like(source: str) -> list[str]:
+    """Return the models that are here, one that is called like another first."""
+    return sorted(models_here(), key=lambda one: Path(one).name != Path(source).name)
+
+
 def models_to_name(key: str, source: str) -> str:
-    """Return which models are here, one that is called like the missing one first, or how to get one."""
-    if here := sorted(models_here(), key=lambda one: Path(one).name != Path(source).name):
+    """Return which models can be named in place of a missing one, or how to get one."""
+    if here := models_like(source):
         more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
         return f"Name one of those here with {key}: {'; '.join(here[:MOST_NAMED])}{more}"
     return (

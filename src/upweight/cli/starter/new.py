@@ -13,25 +13,23 @@ import typer
 
 from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
+from upweight.cli.starter.ending import write
 from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
 from upweight.cli.starter.memory import choose_memory, choose_memory_unread
 from upweight.cli.starter.plan import (
     KINDS,
     READ,
-    REWARDS,
     Plan,
-    answer_reward,
     content,
     mapped_columns,
     prompt_column,
-    text_of,
 )
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
 from upweight.cli.starter.unrecognised import UnknownColumns, unrecognised
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
-from upweight.log import counted, fitted, logger
+from upweight.log import counted, fitted
 
 if TYPE_CHECKING:
     from upweight.config import Config
@@ -93,7 +91,7 @@ def new(
     _fit_model(plan, output)
     leave_out_empty(plan, output)
     plan.notes += repeated_notes(plan)
-    _write(plan, output)
+    write(plan, output)
 
 
 def _typed_table(answer: str) -> Table:
@@ -265,7 +263,8 @@ def _fit_model(plan: Plan, output: Path) -> None:
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
-        plan.notes.append(f"lengths are not checked: {error}")
+        plan.missing = str(error)
+        plan.notes.append("lengths are not checked: the model cannot be read (see below)")
         choose_memory_unread(plan, output)
         _guess_chat(plan)
         return
@@ -334,22 +333,6 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
             raise UserError(f"{plan.file}: {problem}. {remedy}")
         plan.notes.append(f"rows: {problem}")
     return max(lengths)
-
-
-def _write(plan: Plan, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    rewards = output.parent / "rewards.py"
-    output.write_text(text_of(plan, output), encoding="utf-8")
-    if plan.method == "grpo" and not plan.answer and not rewards.exists():
-        rewards.write_text(REWARDS.format(config=output), encoding="utf-8")
-        plan.notes.append(f"rewards: {rewards} has an example; say there what a good answer is")
-    if plan.method == "grpo" and plan.answer:
-        kind = answer_reward(plan)
-        plan.notes.append(f"rewards: the built-in reward {kind} compares with {plan.answer!r}")
-    for note in plan.notes:
-        logger.info("%s", note)
-    named = shlex.quote(str(output))
-    print(f"{output}\nnext: upweight preprocess {named} --show 2, then upweight train {named}")
 
 
 def _is_terminal() -> bool:
