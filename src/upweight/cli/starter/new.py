@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -25,7 +26,7 @@ from upweight.cli.starter.plan import (
     mapped_columns,
     prompt_column,
 )
-from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
+from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns
 from upweight.cli.starter.unrecognised import UnknownColumns, unrecognised
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
@@ -51,7 +52,8 @@ def new(
         str | None, typer.Option(help="Your columns, where their names are not recognised: prompt=Question,label=Mark.")
     ] = None,
     values: Annotated[
-        str | None, typer.Option(help="What your marks stand for, with --columns: ok=true,no=false.")
+        str | None,
+        typer.Option(help="What your marks stand for, with --columns: ok=true,no=false; or the lowest good rating: 4."),
     ] = None,
     memory: Annotated[
         float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU to train on; default: of this machine.")
@@ -65,10 +67,10 @@ def new(
     ask = _accept if yes or not _is_terminal() else _ask
     table = _table_of(file) if file else ask("Which file holds your rows?", None, "FILE", _typed_table)
     table.named = read_columns(columns, table.columns) if columns else {}
-    table.meanings = read_values(values, table.named) if values else {}
+    table = table.with_values(values) if values else table
     # Whoever names grpo or sft has chosen to read no preferences.
     winner = feedback.preference(table) if method not in ("grpo", "sft") else None
-    planned = partial(_planned, table, winner, memory)
+    planned = partial(_planned, table, winner, memory, ask)
     if method is None:
         try:
             proposed, why = propose(table, winner)
@@ -104,16 +106,31 @@ def _typed_table(answer: str) -> Table:
     return _table_of(path)
 
 
-def _planned(table: Table, winner: Preference | None, memory: float | None, method: str) -> Plan:
+def _planned(
+    table: Table, winner: Preference | None, memory: float | None, ask: Callable[..., Any], method: str
+) -> Plan:
     """Return the plan of a method, whose model is still to be named, with the columns that it reads."""
     if method not in KINDS:
         from upweight.config.peers import method_advice
 
         hint = method_advice(method) or did_you_mean(method, KINDS)
         raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
+    if ask is _ask and KINDS[method] == "labelled" and winner is None:
+        table = _with_meant_ratings(table)
     plan = Plan(table, method, "", gpu=memory)
     _map_columns(plan, winner)
     return plan
+
+
+def _with_meant_ratings(table: Table) -> Table:
+    """Return the table with what its user says of a column of ratings, if it has one whose meaning is not known."""
+    rated = feedback.ratings_unsaid(table)
+    if rated is None:
+        return table
+    name, proposed = rated
+    table = replace(table, named={**table.named, "label": name})
+    question = f"Which ratings in {name!r} are good (true) and which bad? Or the lowest good one alone"
+    return _ask(question, proposed, "--values", table.with_values)
 
 
 def _named_model(memory: float | None, name: str) -> str:
@@ -184,21 +201,23 @@ def _map_columns(plan: Plan, winner: Preference | None) -> None:
         plan.notes += feedback.mark_notes(plan.entry["type"])
         return
     label_values = feedback.label_values(table) if kind == "labelled" else {}
+    rated = {"label_from": table.good_from} if kind == "labelled" and table.good_from is not None else {}
     completion = ("completion",) if plan.answer else ()
-    _refuse_unused(plan, [*ROLES[kind], *completion], reads_values=bool(label_values))
+    _refuse_unused(plan, [*ROLES[kind], *completion], reads_values=bool(label_values or rated))
     columns, column_of = table.columns, table.roles(kind)
     if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
         plan.entry["type"] = "completion"  # raw text
     if (
         table.named
         or label_values
+        or rated
         or misses_columns(kind, columns)
         or (kind == "pairs" and "prompt" not in columns and "prompt" in column_of)
     ):
         if len(column_of) < len(ROLES[kind]):
             raise UserError(_missing_problem(plan, column_of))
         form: dict[str, Any] = {f"field_{role}": name for role, name in column_of.items()}
-        plan.entry["type"] = {**form, "label_values": label_values} if label_values else form
+        plan.entry["type"] = {**form, **rated, **({"label_values": label_values} if label_values else {})}
         chosen = "" if table.named else f"; if others are meant: {table.ask_for(kind)}"
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}{chosen}")
         plan.notes += feedback.mark_notes(plan.entry["type"])
@@ -209,7 +228,7 @@ def _refuse_unused(plan: Plan, roles: Sequence[str], *, reads_values: bool) -> N
     read = {str(ALIASES.get(role, role)) for role in roles}
     if unused := [role for role in plan.table.named if role not in read]:
         raise UserError(f"--columns {unused[0]}=...: {plan.method} reads {', '.join(sorted(read))}. Leave it out.")
-    if plan.table.meanings and not reads_values:
+    if (plan.table.meanings or plan.table.good_from is not None) and not reads_values:
         raise UserError(f"--values: {plan.method} reads the values of this file as they are. Leave it out.")
 
 
