@@ -166,6 +166,20 @@ def test_ratings_from_a_number_on_are_good(written, refused, tmp_path):
     assert "label=rating --values 47.5 --method kto`" in refused(many, "kto")[0]
 
 
+def test_pairs_are_read_by_kto_whatever_their_prompt_is_called(written):
+    rows = written("question,chosen,rejected\nWhy?,Because.,No.\nWho?,Me.,You.\n", "kto")
+    assert [(row["prompt"], row["completion"], row["label"]) for row in rows][:2] == [
+        ("Why?", "Because.", True),
+        ("Why?", "No.", False),
+    ]
+
+
+def test_ratings_beside_right_answers_are_told_of(written, caplog):
+    caplog.set_level(logging.INFO)
+    written(RATINGS, "grpo")
+    assert "'rating' holds ratings, and the reward takes every 'response' for a right one" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["rating", "stars"])
 def test_a_terminal_is_asked_which_ratings_are_good(name, tmp_path, monkeypatch):
     (tmp_path / "mine.csv").write_text(RATINGS.replace("rating", name))

@@ -194,6 +194,8 @@ def _table_of(file: Path) -> Table:
 def _map_columns(plan: Plan, winner: Preference | None) -> None:
     """Add to the entry how its columns are read, and what words of labels or of a winner stand for."""
     kind, table = KINDS[plan.method], plan.table
+    if kind == "labelled" and {"chosen", "rejected"} <= set(table.columns):
+        kind = "pairs"  # of which kto makes two rows
     plan.answer = table.roles("text").get("output") if plan.method == "grpo" else None
     if winner is not None and kind in ("pairs", "labelled"):
         _refuse_unused(plan, PREFERENCE, reads_values=True)
@@ -256,7 +258,8 @@ def _missing_problem(plan: Plan, column_of: Mapping[str, str]) -> str:
 def _unread_notes(plan: Plan) -> list[str]:
     """Return which columns the method does not read, and what ratings are good for."""
     if plan.method == "grpo":  # whose rewards get every column
-        return []
+        rated = [name for name in plan.table.columns if plan.answer and feedback.is_rating(name, plan.table)]
+        return [f"{name!r} holds ratings, and the reward takes every {plan.answer!r} for a right one" for name in rated]
     mapped = mapped_columns(plan.entry)
     read = {*mapped, "system", "input", "margin"} if mapped else READ
     unread = [name for name in plan.table.columns if name not in read]
