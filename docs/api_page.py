@@ -17,7 +17,8 @@ from upweight.train.api.fields import help_of
 from upweight.train.api.grpo_config import RolloutArguments
 from upweight.train.trainer import MethodTrainer
 
-METHODS = ("train", "evaluate", "save_model", "create_model_card")  # of every trainer, beside those of transformers
+# Of every trainer, beside those of transformers.
+METHODS = ("train", "evaluate", "save_model", "create_model_card", "push_to_hub")
 SHAPES = (types.Batch, types.Outputs, types.Loss, types.Mean, types.Extreme, types.Completion, types.Sampling)
 SCRIPTS = (script_arguments.__name__, script_datasets.__name__)
 FROM_TRANSFORMERS = {argument.name for argument in dataclasses.fields(TrainingArguments)}
@@ -96,7 +97,7 @@ def _callable(one: Any, name: str) -> list[str]:
 def _members(one: Any, names: "list[str] | tuple[str, ...]") -> list[str]:
     lines = []
     for name in names:
-        member = vars(one)[name]
+        member = inspect.getattr_static(one, name)  # also of a base
         if isinstance(member, property):
             lines.append(f"- `{name}`: {_first(member.fget)}")
         else:

@@ -326,6 +326,15 @@ def test_weights_that_are_stored_in_4_bits_are_counted_so_and_not_quantised_agai
     assert "4bit" not in answer
 
 
+def test_the_package_that_stored_weights_need_is_named_where_it_is_missing(stored_in_4_bits, capsys, monkeypatch):
+    run(stored_in_4_bits, [], memory=24)
+    needs = "loading weights that awq stores needs gptqmodel, which is not installed here: pip install gptqmodel"
+    assert needs in capsys.readouterr().out
+    monkeypatch.setattr("upweight.models.first_look.find_spec", lambda name: name)
+    run(stored_in_4_bits, [], memory=24)
+    assert "gptqmodel" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [

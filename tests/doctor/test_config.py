@@ -99,6 +99,17 @@ def test_a_model_that_is_not_there_is_told_once(tmp_path):
     assert "memory" not in checked
 
 
+def test_packages_that_stored_weights_need_are_named(model_folder, tmp_path):
+    stored = tmp_path / "stored"
+    shutil.copytree(model_folder, stored)
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (stored / "config.json").write_text(json.dumps(config))
+    checked = found(write_config(tmp_path, stored, adapter="lora", lora_target_linear=True))
+    assert (checked["base_model"].level, checked["base_model"].remedy) == ("alarm", "pip install optimum gptqmodel")
+    assert "gptq stores needs optimum and gptqmodel, which are not installed" in checked["base_model"].says
+
+
 def test_a_folder_without_weights_is_found_before_training(model_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -129,10 +129,11 @@ def test_how_a_run_ended_is_said(tmp_path, monkeypatch):
     level, says, remedy = said(**here, pid=gone.pid)
     assert (level, says) == ("alarm", "was ended from outside at step 30 of 90")
     assert "-9" in remedy
+    assert "; then start again: there is no whole checkpoint" in remedy
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
     level, says, remedy = said(**here, pid=gone.pid)
     assert says == "ended at step 30 of 90 and could not record why"
-    assert "its disk is full (3 MiB free): make room; there is no whole checkpoint" in remedy
+    assert "its disk is full (3 MiB free): make room; start again: there is no whole checkpoint" in remedy
     level, says, remedy = said(state="stopped")
     assert (level, says) == ("warning", "was stopped at step 30 of 90")
     assert "no whole checkpoint" in remedy
@@ -166,7 +167,7 @@ def test_a_damaged_checkpoint_is_named_however_the_run_ended(tmp_path):
         assert found["checkpoint"].says == (
             "checkpoint-8 is damaged: model.safetensors holds other bytes than were written"
         )
-    assert "resume from step 4" in found["run"].remedy
+    assert "go on from step 4" in found["run"].remedy
 
 
 def test_a_checkpoint_that_is_being_written_is_not_damaged(tmp_path):

@@ -48,7 +48,7 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, capl
     for _ in range(2):
         with pytest.raises(
             UserError,
-            match=r"not on this machine, and the hub is not asked .*reached\). No other model is here either: get one",
+            match=r"not on this machine, and the hub is not asked .*reached\). No other model is here .* below .*: get",
         ) as raised:
             load_tokenizer(ModelSection(base_model=NAME))
         assert "\n" not in str(raised.value)
@@ -96,6 +96,22 @@ def test_a_model_in_the_librarys_cache_comes_first(unreachable, tmp_path):
     (folder / "model.gguf").touch()
     assert resolve_source(NAME, None) == (NAME, None)
     assert hub.models_here()[0] == NAME
+
+
+def test_models_in_folders_below_are_named_the_one_of_that_name_first(unreachable, tmp_path):
+    for place in ("a", "models/org/SmolLM2-135M-Instruct", "out/checkpoint-2", ".git/b", "1/2/3/too-deep"):
+        write_model(tmp_path / place)
+    (tmp_path / "rows").mkdir()
+    assert hub.models_here() == ["a", "models/org/SmolLM2-135M-Instruct"]
+    with pytest.raises(UserError, match=r"here with base_model: models/org/SmolLM2-135M-Instruct; a$"):
+        load_tokenizer(ModelSection(base_model=NAME))
+
+
+def test_the_look_for_models_is_short(unreachable, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "MOST_FOLDERS", 3)
+    for name in "abcd":
+        write_model(tmp_path / name)
+    assert hub.models_here() == ["a", "b", "c"]
 
 
 def test_folders_ask_nothing(unreachable, tmp_path):

@@ -48,12 +48,13 @@ def test_the_record_keeps_it_without_credentials_and_doctor_says_it(tmp_path):
         raise KeyboardInterrupt
     command = json.loads((tmp_path / "run.json").read_text())["command"]
     assert command == "upweight train c.yaml 'hub_token=***' 'output_dir=my out' --resume"
-    assert f"resume from step 3 with `{command}`" in check_run(tmp_path)[0].remedy
+    assert f"go on from step 3 with `{command}`" in check_run(tmp_path)[0].remedy
 
 
 def test_a_run_without_a_checkpoint_is_not_to_be_resumed(tmp_path):
     with started_by(["c.yaml"]), training_into(tmp_path):
-        assert resume_advice() == "start again: there is no checkpoint yet"
-        (tmp_path / "checkpoint-3").mkdir()
-        assert resume_advice() == "go on with `upweight train c.yaml --resume`"
+        (tmp_path / "checkpoint-3").mkdir()  # being written
+        assert resume_advice().startswith("start again: there is no whole checkpoint")
+        mark_whole(tmp_path / "checkpoint-3")
+        assert resume_advice() == "go on from step 3 with `upweight train c.yaml --resume`"
     assert resume_advice() == "go on with --resume"

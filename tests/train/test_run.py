@@ -222,7 +222,7 @@ def test_a_loader_process_that_is_killed_is_named_with_what_is_safe(model_folder
     command = [sys.executable, "-c", KILLS_LOADER, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert "UserError: dataloader_num_workers: a process that reads rows was lost" in done.stderr
-    assert "is whole: once the cause is fixed, go on from it with --resume." in done.stderr
+    assert "Once the cause is fixed, go on from step " in done.stderr
     train(load_config(file, ["max_steps=5"]), resume=True)
 
 

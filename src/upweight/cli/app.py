@@ -267,10 +267,15 @@ def init(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="With a tiny model that is made here: every command runs without a download.")
     ] = False,
+    output: Annotated[Path | None, typer.Option("--output", "--output-dir", "--folder", "-o", hidden=True)] = None,
 ) -> None:
     """Write a starter: a commented config, sample rows, rewards."""
     from upweight.cli.starter.init import run
 
+    if output is not None:
+        place = shlex.quote(str(output.with_suffix("") if output.suffix in (".yaml", ".yml") else output))
+        command = f"upweight init {method or 'METHOD'} {place}"
+        raise UserError(f"--output: init takes the folder to write after the method: `{command}`")
     run(method, folder, tiny=tiny)
 
 

@@ -183,7 +183,7 @@ def report(
     sharded = config.sharding.fsdp or config.sharding.deepspeed is not None
     whole = ", which holds all weights (shards are not counted)" if sharded else ""
     legend = f"GiB on one GPU of {card / GIB:.3g} GiB{whole}; longest: tokens that fit; * is {marked}"
-    about = [f"{what}{beside}", legend]
+    about = ["; ".join(filter(None, [f"{what}{beside}", model.shape.stored.missing_packages()])), legend]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     too_long = model.shape.positions and length > model.shape.positions
     bound = (

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the list of commands imports this file, and not the keys of a config
@@ -138,6 +139,11 @@ def marked(form: "UserFormat", row: Row) -> Row | None:
         if label is None:
             return None
         read[form.field_label] = label
+    if form.label_from is not None:
+        rating = _rating(row.value(form.field_label))
+        if rating is None:
+            return None
+        read[form.field_label] = rating >= form.label_from
     if form.field_winner is not None:
         better = _meaning(row, form.field_winner, form.winner_values, "winner_values")
         if better is None:
@@ -150,6 +156,15 @@ def marked(form: "UserFormat", row: Row) -> Row | None:
         if form.field_completion not in (form.field_chosen, form.field_rejected):
             read.pop(form.field_completion, None)  # one of two answers; KTO would read it alone
     return read
+
+
+def _rating(value: Any) -> float | None:
+    """Return the number in a cell; None where it holds none."""
+    try:
+        rating = float(word_of(value))
+    except ValueError:
+        return None
+    return rating if isfinite(rating) else None
 
 
 def _meaning(row: Row, column: str, meanings: Mapping[str, Any], key: str) -> Any:

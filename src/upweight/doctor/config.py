@@ -102,6 +102,9 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     """Compare the memory estimate with the GPU's memory, or with host memory where there is no GPU."""
     plan = plan_memory(state.config)
     state.memory = plan.need
+    if (missing := _stored(state.config).missing_packages()) is not None:
+        says, _, remedy = missing.partition(": ")
+        yield Finding("alarm", "base_model", says, remedy)
     evidence = {"needed_gib": round(plan.need.total / GIB, 2), "there_gib": round(plan.available / GIB, 2)}
     if plan.fits:
         yield Finding("ok", "memory", plan.line(), evidence=evidence)
@@ -114,11 +117,17 @@ def _memory(state: CheckState) -> Iterator[Finding]:
 def _remedies(config: Config) -> str:
     """Return what needs less memory, the cheapest first, without what the config has, or its model does not allow."""
     trained = trained_weights(config)
-    stored = Stored.of(getattr(load_model_config(config.model), "quantization_config", None))
-    there = {"'adapter: lora'": trained != "all", "'adapter: qlora'": trained == "qlora" or not stored.takes_4bit}
+    there = {
+        "'adapter: lora'": trained != "all",
+        "'adapter: qlora'": trained == "qlora" or not _stored(config).takes_4bit,
+    }
     there["'memory: lean'"] = config.optim.memory == "lean"
     rest = [one for one in LESS_MEMORY.split("; ") if not any(is_set and key in one for key, is_set in there.items())]
     return "; ".join(rest)
+
+
+def _stored(config: Config) -> Stored:
+    return Stored.of(getattr(load_model_config(config.model), "quantization_config", None))
 
 
 def _data(state: CheckState) -> Iterator[Finding]:

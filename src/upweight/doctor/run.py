@@ -12,6 +12,7 @@ from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.log import counted
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
+from upweight.runs.command import resume_from
 from upweight.runs.files import (
     CONFIG,
     HEALTH,
@@ -87,7 +88,7 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
         "stopped": ("warning", f"was stopped {where}", advice),
         "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {advice}"),
         "running": ("ok", f"is running, {where}", ""),
-        "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS + _resuming(record)),
+        "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS + advice),
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)
@@ -133,13 +134,6 @@ def _judge_later(waiting: list[Waiting]) -> str:
 
 
 def _resume_advice(whole: int | None, record: dict[str, Any], *, trained: bool) -> str:
-    """Return the remedy: resume from the last complete checkpoint, or start again where there is none."""
-    if whole is None and not trained:
-        return "start again"
-    if whole is None:
-        return "there is no whole checkpoint to resume from: start again; save_steps sets how often they are written"
-    return f"resume from step {whole} with {_resuming(record)}"
-
-
-def _resuming(record: dict[str, Any]) -> str:
-    return f"`{record.get('command') or 'upweight train CONFIG --resume'}`"
+    """Return how the run goes on; of one that had not begun to train, nothing is said of checkpoints."""
+    command = "resume_from_checkpoint=True" if "settings" in record else "upweight train CONFIG --resume"
+    return resume_from(whole, f"`{record.get('command') or command}`") if trained or whole else "start again"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,13 @@ TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken", "merges"
 TOKENIZER_REMEDY = "Copy the tokenizer's files into it, or name another folder or hub id with `tokenizer_config`"
 LFS_POINTER = b"version https://git-lfs"
 MOST_KINDS = 6  # of files, in a message
+PACKAGES = {  # that transformers reads stored weights by
+    "awq": ("gptqmodel",),
+    "gptq": ("optimum", "gptqmodel"),
+    "auto-round": ("auto-round",),
+    "compressed-tensors": ("compressed-tensors",),
+    "bitsandbytes": ("bitsandbytes",),
+}
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -71,6 +79,14 @@ class Stored(NamedTuple):
     def takes_4bit(self) -> bool:
         """Whether `load_in_4bit` may be set: for plain weights, and those that bitsandbytes stored."""
         return self.method in (None, "bitsandbytes")
+
+    def missing_packages(self) -> str | None:
+        """Return the packages that reading the weights needs and that are not installed, with the command."""
+        needed = [one for one in PACKAGES.get(self.method or "", ()) if find_spec(one.replace("-", "_")) is None]
+        if not needed:
+            return None
+        what = f"{' and '.join(needed)}, which {'is' if len(needed) == 1 else 'are'} not installed here"
+        return f"loading weights that {self.method} stores needs {what}: pip install {' '.join(needed)}"
 
     def problem(self, adapter: AdapterSection, source: str) -> str | None:
         """Return what the settings ask for that the stored weights do not allow."""

@@ -27,7 +27,7 @@ from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
 from upweight.log import inform_once, logger, warn_once
 from upweight.models.first_look import Stored, broken_weights, packed_remedy
-from upweight.models.hub import is_offline, local_copy, models_here
+from upweight.models.hub import is_offline, local_copy, models_to_name
 from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
 from upweight.models.score_heads import add_score_class
@@ -119,7 +119,7 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
         elif is_offline():
             why = "HF_HUB_OFFLINE is set, or it cannot be reached"
             not_here = f"it is not on this machine{_looked_up(source)}"
-            remedy = f"{not_here}, and the hub is not asked ({why}). {_models_to_name(key)}"
+            remedy = f"{not_here}, and the hub is not asked ({why}). {models_to_name(key, source)}"
         else:
             remedy = (
                 f"no folder of that name is here{_looked_up(source)}, and the hub did not give it (misspelt, or "
@@ -143,16 +143,6 @@ def _looked_up(source: str) -> str:
     """Return where a relative path was looked for; nothing for a name that only the hub has."""
     may_be_path = source.count("/") != 1 or Path(source).parent.is_dir()
     return f" (a relative path is looked up in {Path.cwd()})" if may_be_path and not Path(source).is_absolute() else ""
-
-
-def _models_to_name(key: str) -> str:
-    if here := models_here():
-        return f"Name one of those here with {key}: {'; '.join(here)}"
-    return (
-        "No other model is here either: get one where there is a network (`hf download ORGANISATION/MODEL --local-dir "
-        f"FOLDER`), bring the folder, and name it with {key}. To try without any network: "
-        "`upweight init grpo --tiny` writes a starter with a tiny model"
-    )
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:

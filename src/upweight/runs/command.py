@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from upweight.config.redact import redacted
-from upweight.runs.checkpoints import checkpoints_of
+from upweight.runs.checkpoints import newest_marked
 
 VARIABLE = "UPWEIGHT_RESUME"  # an environment variable, so that ranks name the command that started them
 OPTION = "--resume"
@@ -46,10 +46,17 @@ def training_into(folder: Path) -> Iterator[None]:
 
 
 def resume_advice() -> str:
-    """Return what to do once a cause is fixed: go on by the command that does, or start again without a checkpoint."""
-    if _folders and not checkpoints_of(_folders[-1]):
-        return "start again: there is no checkpoint yet"
-    return f"go on with {resume_words()}"
+    """Return what to do once a cause of this run is fixed."""
+    if not _folders:
+        return f"go on with {resume_words()}"
+    return resume_from(newest_marked(_folders[-1]), resume_words())
+
+
+def resume_from(step: int | None, command: str) -> str:
+    """Return how a run goes on: from its last whole checkpoint by a command; where it has none, by another start."""
+    if step is None:
+        return "start again: there is no whole checkpoint (save_steps sets how often one is written)"
+    return f"go on from step {step} with {command}"
 
 
 def recorded_command() -> str | None:

@@ -15,7 +15,7 @@ from upweight.files import storage_error, write_text
 from upweight.log import counted, logger
 from upweight.processes import start_ticks
 from upweight.runs.checkpoints import checkpoints_of, is_whole, newest_marked
-from upweight.runs.command import recorded_command, resume_words
+from upweight.runs.command import recorded_command, resume_from, resume_words
 from upweight.runs.files import CONFIG, RECORD, metrics_of, read_json, this_machine
 from upweight.runs.report.page import write_report
 from upweight.runs.report.run import run_status
@@ -133,9 +133,7 @@ def _what_was_lost(error: BaseException, folder: Path) -> str | None:
 def _resume_sentence(folder: Path) -> str:
     """Return a sentence about what a resume can begin with."""
     whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
-    if whole is None:
-        return "There is no whole checkpoint: once the cause is fixed, start again."
-    return f"The checkpoint of step {whole} is whole: once the cause is fixed, go on from it with {resume_words()}."
+    return f"Once the cause is fixed, {resume_from(whole, resume_words())}."
 
 
 def report_on(folder: Path) -> None:

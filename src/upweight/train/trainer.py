@@ -13,17 +13,14 @@ import torch
 from datasets import IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.cache import rows_digest
 from upweight.data.stream.feed import RowFeed
 from upweight.errors import UserError
-from upweight.files import write_text
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import counted, logger
 from upweight.models.export import quiet_saving, save_model
-from upweight.models.hub import hub_errors
 from upweight.models.memory import out_of_memory
 from upweight.models.precision import Sharding
 from upweight.models.processor import save_processor
@@ -39,7 +36,7 @@ from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, st
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.callbacks import EvaluationLeft
-from upweight.train.recording.model_card import card_arguments
+from upweight.train.recording.hub import HubTrainer
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
@@ -47,7 +44,7 @@ from upweight.train.user_code import UserCallback, refuse_unused_hooks
 from upweight.user_modules import named_errors
 
 
-class MethodTrainer(Trainer):
+class MethodTrainer(HubTrainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
@@ -82,7 +79,6 @@ class MethodTrainer(Trainer):
         self.feed: RowFeed | None = rows if isinstance(rows, RowFeed) else None
         self.data_digest = cache(rows.digest if isinstance(rows, RowFeed) else partial(rows_digest, rows))
         self.allow_changed_data = parts.allow_changed_data
-        self.card: Callable[[], str] | None = None  # returns the text of the model card
         self.between_batches: Callable[[], None] = lambda: None  # of evaluations; may raise EvaluationLeft
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
@@ -366,21 +362,7 @@ class MethodTrainer(Trainer):
             save_model(model, folder, self.runner.dtype, self.processing_class, weights)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
-            with activity(f"pushing to the hub as {self.args.hub_model_id}"), hub_errors(f"{folder} was not pushed"):
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository on the hub."""
-        with hub_errors("there is no repository to push to"):
-            super().init_hf_repo(token)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md to the run folder: the card of the run, else that of the Trainer, which takes TRL's names."""
-        if self.card is None:
-            kwargs = card_arguments(kwargs, getattr(self.model, "model_tags", None), tagged=len(args) > 2)
-            super().create_model_card(*args, **kwargs)
-        elif self.is_world_process_zero():
-            write_text(Path(self.args.output_dir or ".") / "README.md", self.card())
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0: the Trainer's estimate assumes padded rows."""

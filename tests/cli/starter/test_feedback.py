@@ -157,6 +157,42 @@ def test_ratings_become_labels_by_what_their_user_says(written, method):
     ]
 
 
+def test_ratings_from_a_number_on_are_good(written, refused, tmp_path):
+    named = "prompt=prompt,completion=response,label=rating"
+    assert [row["label"] for row in written(RATINGS, "kto", columns=named, values="3")] == [False, True, True]
+    (tmp_path / "config.yaml").unlink()
+    assert "--values 3: 'label' holds no ratings, but 'bad', 'good'." in refused(LABELS, "kto", values="3")[0]
+    many = "prompt,response,rating\n" + "".join(f"Who {n}?,Me.,{n * 5}\n" for n in range(20))
+    assert "label=rating --values 47.5 --method kto`" in refused(many, "kto")[0]
+
+
+def test_pairs_are_read_by_kto_whatever_their_prompt_is_called(written):
+    rows = written("question,chosen,rejected\nWhy?,Because.,No.\nWho?,Me.,You.\n", "kto")
+    assert [(row["prompt"], row["completion"], row["label"]) for row in rows][:2] == [
+        ("Why?", "Because.", True),
+        ("Why?", "No.", False),
+    ]
+
+
+def test_ratings_beside_right_answers_are_told_of(written, caplog):
+    caplog.set_level(logging.INFO)
+    written(RATINGS, "grpo")
+    assert "'rating' holds ratings, and the reward takes every 'response' for a right one" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["rating", "stars"])
+def test_a_terminal_is_asked_which_ratings_are_good(name, tmp_path, monkeypatch):
+    (tmp_path / "mine.csv").write_text(RATINGS.replace("rating", name))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("upweight.cli.starter.new._is_terminal", lambda: True)
+    answers, questions = iter(["high", "", MODEL]), []
+    monkeypatch.setattr("builtins.input", lambda question: (questions.append(question), next(answers))[1])
+    new(tmp_path / "mine.csv", method="kto")
+    proposed = f"Which ratings in {name!r} are good (true) and which bad? Or the lowest good one alone "
+    assert questions[:2] == [f"{proposed}[2=false,3=false,5=true]\n> "] * 2
+    assert [row["label"] for row in rows_read(tmp_path)] == [False, True, False]
+
+
 @pytest.mark.parametrize(("text", "method"), [(RATINGS, "dpo"), (LABELS, "simpo")])
 def test_rows_with_one_answer_are_paired(refused, text, method):
     problem, rows = refused(text, method)

@@ -178,3 +178,11 @@ def test_an_unknown_method_is_named_with_the_nearest():
 def test_without_a_method_they_are_listed():
     shown = command("init").stdout.splitlines()
     assert [line.split()[2] for line in shown] == list(STARTERS)
+
+
+@pytest.mark.parametrize(("option", "folder"), [("--output=my.yaml", "my"), ("-o mine", "mine")])
+def test_an_option_for_the_place_is_answered_with_the_argument(option, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init", "dpo", *option.split()])
+    assert f"the folder to write after the method: `upweight init dpo {folder}`" in str(done.exception)
+    assert not list(tmp_path.iterdir())

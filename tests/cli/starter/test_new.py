@@ -229,7 +229,20 @@ def test_a_model_that_is_not_there_is_said_and_the_config_is_written(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "lengths are not checked" in done.stderr
     assert "memory is not checked, for the same cause" in done.stderr
+    assert "could not load" not in done.stderr
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["rl"] == "simpo"
+    file, missing, onward = done.stdout.splitlines()
+    assert file == "config.yaml"
+    assert missing.startswith("base_model: could not load the tokenizer of 'nobody/nothing': it is not on this machine")
+    commands = onward.partition(": ")[2].split(", then ")
+    assert commands[0] == "upweight init sft tiny-model --tiny"
+    for command in commands[:2]:
+        tried = upweight(*command.split()[1:], folder=tmp_path)
+        assert tried.returncode == 0, tried.stderr
+    (tmp_path / "config.yaml").unlink()
+    again = upweight("new", "mine.csv", "--model", "nobody/nothing", "--method", "simpo", folder=tmp_path)
+    assert again.stdout.endswith("then upweight train config.yaml base_model=tiny-model/tiny\n")
+    assert "is here: upweight preprocess config.yaml --show 2 base_model=tiny-model/tiny, then" in again.stdout
 
 
 def test_a_terminal_is_asked_three_questions(tmp_path, model, monkeypatch, capsys):

@@ -238,6 +238,12 @@ BROKEN = {
     "datasets[0].type.label_values: is for labels of kto": {
         **DPO, "datasets": [{"path": "d", "type": {"label_values": {"good": True}}}],
     },
+    "datasets[0].type.label_from: is for labels of kto": {
+        **DPO, "datasets": [{"path": "d", "type": {"label_from": 4}}],
+    },
+    "datasets[0].type.label_from: 'label_values' says": {
+        **WHOLE, "rl": "kto", "datasets": [{"path": "d", "type": {"label_from": 4, "label_values": {"5": True}}}],
+    },
     "datasets[0].type.field_winner: is for pairs, and": {
         **WHOLE, "datasets": [{"path": "d", "type": {"field_winner": "w", "winner_values": {"A": "a", "B": "b"}}}],
     },

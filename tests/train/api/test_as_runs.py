@@ -60,7 +60,7 @@ def test_a_script_stops_where_the_loss_is_no_number(folder):
             trainer.model.lm_head.weight.fill_(float("nan"))
 
     trainer.add_callback(AtStep(spoil))
-    with pytest.raises(UserError, match=r"step 3: loss is nan.*start again: there is no checkpoint yet"):
+    with pytest.raises(UserError, match=r"step 3: loss is nan.*start again: there is no whole checkpoint"):
         trainer.train()
     assert not list((folder / "out").glob("checkpoint-*"))
     rows = [json.loads(line) for line in (folder / "out" / "nan_batch.jsonl").read_text().splitlines()]

@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
 
@@ -268,6 +269,19 @@ def test_a_model_that_the_hub_does_not_give_is_one_error_without_its_traces(trai
     with pytest.raises(UserError, match="model: could not load the tokenizer of 'Qwen/Misspelt'") as caught:
         getattr(upweight, f"{trainer}Trainer")("Qwen/Misspelt", args=args, train_dataset=ROWS["pairs"], **change)
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
+def test_a_push_without_a_hub_keeps_the_model_and_is_one_error(folder, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    args = DPOConfig(output_dir=str(folder / "pushed"), **COMMON)
+    trainer = DPOTrainer(model=str(folder / "model"), args=args, train_dataset=ROWS["pairs"])
+    kept = rf"is set\. The model is saved in {folder}/pushed\. Unset it, then push it: `hf upload pushed "
+    with pytest.raises(UserError, match=kept) as caught:
+        trainer.push_to_hub()
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in (folder / "pushed").iterdir()
+    }
 
 
 def test_another_model_that_the_hub_does_not_give_is_named_by_its_input(folder):

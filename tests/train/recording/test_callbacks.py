@@ -112,7 +112,9 @@ def test_no_number_ends_the_run_and_leaves_the_rows_since_the_last_log(bad, tmp_
     assert [json.loads(line) for line in lines] == [{"step": s + 1, "row": s, "ids": [1]} for s in (5, 6)]
 
 
-@pytest.mark.parametrize(("saved", "way"), [(False, "start again: there is no"), (True, "continue with --resume")])
+@pytest.mark.parametrize(
+    ("saved", "way"), [(False, "start again: there is no"), (True, "go on from step 4 with --resume")]
+)
 def test_no_number_is_resumed_only_from_a_checkpoint(saved, way, tmp_path):
     watch, args = on_nan(tmp_path)
     if saved:

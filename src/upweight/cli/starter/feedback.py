@@ -55,6 +55,9 @@ def winner_mapping(table: Table, one: Preference) -> dict[str, Any]:
 def mark_notes(form: Mapping[str, Any]) -> list[str]:
     """Return what the words of a `type` stand for, and which rows are left out."""
     notes = []
+    if (lowest := form.get("label_from")) is not None:
+        rest = "lower ones are bad, rows without a number are left out"
+        notes.append(f"label_from: in {form['field_label']!r}, {lowest:g} and more is good, {rest}")
     for column, key in (("field_label", "label_values"), ("field_winner", "winner_values")):
         meanings: Mapping[str, Any] = form.get(key, {})
         known = [f"{word!r} is {str(what).lower() if isinstance(what, bool) else repr(what)}"
@@ -200,14 +203,27 @@ def ratings_to_name(table: Table) -> str | None:
 
 
 def _ask_ratings(name: str, table: Table) -> str:
-    """Return the command that says which ratings are good and which bad: the upper and the lower half of them."""
+    """Return the command that says which ratings are good and which bad."""
+    given = shlex.quote(_halves(name, table))
+    return table.ask_for("labelled", {"label": name}, f" --values {given}").removesuffix("`") + " --method kto`"
+
+
+def _halves(name: str, table: Table) -> str:
+    """Return which ratings are likely good and bad, as `--values` takes it: the upper and the lower half of them."""
     values = _ratings(name, table)
-    if len(values) > MOST_MARKS:
-        return f"write true or false in place of the {len(values)} different values of {name!r}"
     middle = _middle(values)
-    given = ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
-    known = {"label": name}
-    return table.ask_for("labelled", known, f" --values {shlex.quote(given)}").removesuffix("`") + " --method kto`"
+    if len(values) > MOST_MARKS:
+        return f"{middle:g}"
+    return ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
+
+
+def ratings_unsaid(table: Table) -> tuple[str, str] | None:
+    """Return a column of ratings of which nobody said which are good, with those that likely are; None without one."""
+    name = table.roles("labelled").get("label") or next((one for one in table.columns if is_rating(one, table)), None)
+    if name is None or table.meanings or table.good_from is not None or not is_rating(name, table):
+        return None
+    is_read = all(is_label(row.get(name)) for row in table.rows)
+    return None if is_read else (name, _halves(name, table))
 
 
 def label_values(table: Table) -> dict[str, bool | None]:
@@ -216,6 +232,11 @@ def label_values(table: Table) -> dict[str, bool | None]:
     name = column_of.get("label")
     if name is None or "completion" not in column_of or {"chosen", "rejected"} <= set(table.columns):
         return {}  # pairs, or columns that are missing
+    if table.good_from is not None:
+        if not _ratings(name, table):
+            held = ", ".join(map(repr, table.values(name)[:FEW]))
+            raise UserError(f"--values {table.good_from:g}: {name!r} holds no ratings, but {held}.")
+        return {}
     if (words := labels_in_words(table)) is not None:
         if (problem := label_problem(table, *words)) is not None:
             raise UserError(problem)

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,25 +14,23 @@ import typer
 
 from upweight.cli.arguments import gib
 from upweight.cli.starter import feedback
+from upweight.cli.starter.ending import write
 from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
 from upweight.cli.starter.memory import choose_memory, choose_memory_unread
 from upweight.cli.starter.plan import (
     KINDS,
     READ,
-    REWARDS,
     Plan,
-    answer_reward,
     content,
     mapped_columns,
     prompt_column,
-    text_of,
 )
-from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns, read_values
+from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns
 from upweight.cli.starter.unrecognised import UnknownColumns, unrecognised
 from upweight.data.columns import ROLES, misses_columns
 from upweight.errors import UserError, did_you_mean
-from upweight.log import counted, fitted, logger
+from upweight.log import counted, fitted
 
 if TYPE_CHECKING:
     from upweight.config import Config
@@ -53,7 +52,8 @@ def new(
         str | None, typer.Option(help="Your columns, where their names are not recognised: prompt=Question,label=Mark.")
     ] = None,
     values: Annotated[
-        str | None, typer.Option(help="What your marks stand for, with --columns: ok=true,no=false.")
+        str | None,
+        typer.Option(help="What your marks stand for, with --columns: ok=true,no=false; or the lowest good rating: 4."),
     ] = None,
     memory: Annotated[
         float | None, typer.Option(parser=gib, metavar="GIB", help="Of the GPU to train on; default: of this machine.")
@@ -67,10 +67,10 @@ def new(
     ask = _accept if yes or not _is_terminal() else _ask
     table = _table_of(file) if file else ask("Which file holds your rows?", None, "FILE", _typed_table)
     table.named = read_columns(columns, table.columns) if columns else {}
-    table.meanings = read_values(values, table.named) if values else {}
+    table = table.with_values(values) if values else table
     # Whoever names grpo or sft has chosen to read no preferences.
     winner = feedback.preference(table) if method not in ("grpo", "sft") else None
-    planned = partial(_planned, table, winner, memory)
+    planned = partial(_planned, table, winner, memory, ask)
     if method is None:
         try:
             proposed, why = propose(table, winner)
@@ -93,7 +93,7 @@ def new(
     _fit_model(plan, output)
     leave_out_empty(plan, output)
     plan.notes += repeated_notes(plan)
-    _write(plan, output)
+    write(plan, output)
 
 
 def _typed_table(answer: str) -> Table:
@@ -106,16 +106,31 @@ def _typed_table(answer: str) -> Table:
     return _table_of(path)
 
 
-def _planned(table: Table, winner: Preference | None, memory: float | None, method: str) -> Plan:
+def _planned(
+    table: Table, winner: Preference | None, memory: float | None, ask: Callable[..., Any], method: str
+) -> Plan:
     """Return the plan of a method, whose model is still to be named, with the columns that it reads."""
     if method not in KINDS:
         from upweight.config.peers import method_advice
 
         hint = method_advice(method) or did_you_mean(method, KINDS)
         raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
+    if ask is _ask and KINDS[method] == "labelled" and winner is None:
+        table = _with_meant_ratings(table)
     plan = Plan(table, method, "", gpu=memory)
     _map_columns(plan, winner)
     return plan
+
+
+def _with_meant_ratings(table: Table) -> Table:
+    """Return the table with what its user says of a column of ratings, if it has one whose meaning is not known."""
+    rated = feedback.ratings_unsaid(table)
+    if rated is None:
+        return table
+    name, proposed = rated
+    table = replace(table, named={**table.named, "label": name})
+    question = f"Which ratings in {name!r} are good (true) and which bad? Or the lowest good one alone"
+    return _ask(question, proposed, "--values", table.with_values)
 
 
 def _named_model(memory: float | None, name: str) -> str:
@@ -179,6 +194,8 @@ def _table_of(file: Path) -> Table:
 def _map_columns(plan: Plan, winner: Preference | None) -> None:
     """Add to the entry how its columns are read, and what words of labels or of a winner stand for."""
     kind, table = KINDS[plan.method], plan.table
+    if kind == "labelled" and {"chosen", "rejected"} <= set(table.columns):
+        kind = "pairs"  # of which kto makes two rows
     plan.answer = table.roles("text").get("output") if plan.method == "grpo" else None
     if winner is not None and kind in ("pairs", "labelled"):
         _refuse_unused(plan, PREFERENCE, reads_values=True)
@@ -186,21 +203,23 @@ def _map_columns(plan: Plan, winner: Preference | None) -> None:
         plan.notes += feedback.mark_notes(plan.entry["type"])
         return
     label_values = feedback.label_values(table) if kind == "labelled" else {}
+    rated = {"label_from": table.good_from} if kind == "labelled" and table.good_from is not None else {}
     completion = ("completion",) if plan.answer else ()
-    _refuse_unused(plan, [*ROLES[kind], *completion], reads_values=bool(label_values))
+    _refuse_unused(plan, [*ROLES[kind], *completion], reads_values=bool(label_values or rated))
     columns, column_of = table.columns, table.roles(kind)
     if kind == "text" and "text" in columns and misses_columns("text", [name for name in columns if name != "text"]):
         plan.entry["type"] = "completion"  # raw text
     if (
         table.named
         or label_values
+        or rated
         or misses_columns(kind, columns)
         or (kind == "pairs" and "prompt" not in columns and "prompt" in column_of)
     ):
         if len(column_of) < len(ROLES[kind]):
             raise UserError(_missing_problem(plan, column_of))
         form: dict[str, Any] = {f"field_{role}": name for role, name in column_of.items()}
-        plan.entry["type"] = {**form, "label_values": label_values} if label_values else form
+        plan.entry["type"] = {**form, **rated, **({"label_values": label_values} if label_values else {})}
         chosen = "" if table.named else f"; if others are meant: {table.ask_for(kind)}"
         plan.notes.append(f"columns: {', '.join(f'{role} is {name!r}' for role, name in column_of.items())}{chosen}")
         plan.notes += feedback.mark_notes(plan.entry["type"])
@@ -211,7 +230,7 @@ def _refuse_unused(plan: Plan, roles: Sequence[str], *, reads_values: bool) -> N
     read = {str(ALIASES.get(role, role)) for role in roles}
     if unused := [role for role in plan.table.named if role not in read]:
         raise UserError(f"--columns {unused[0]}=...: {plan.method} reads {', '.join(sorted(read))}. Leave it out.")
-    if plan.table.meanings and not reads_values:
+    if (plan.table.meanings or plan.table.good_from is not None) and not reads_values:
         raise UserError(f"--values: {plan.method} reads the values of this file as they are. Leave it out.")
 
 
@@ -239,7 +258,8 @@ def _missing_problem(plan: Plan, column_of: Mapping[str, str]) -> str:
 def _unread_notes(plan: Plan) -> list[str]:
     """Return which columns the method does not read, and what ratings are good for."""
     if plan.method == "grpo":  # whose rewards get every column
-        return []
+        rated = [name for name in plan.table.columns if plan.answer and feedback.is_rating(name, plan.table)]
+        return [f"{name!r} holds ratings, and the reward takes every {plan.answer!r} for a right one" for name in rated]
     mapped = mapped_columns(plan.entry)
     read = {*mapped, "system", "input", "margin"} if mapped else READ
     unread = [name for name in plan.table.columns if name not in read]
@@ -265,7 +285,8 @@ def _fit_model(plan: Plan, output: Path) -> None:
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
-        plan.notes.append(f"lengths are not checked: {error}")
+        plan.missing = str(error)
+        plan.notes.append("lengths are not checked: the model cannot be read (see below)")
         choose_memory_unread(plan, output)
         _guess_chat(plan)
         return
@@ -334,22 +355,6 @@ def _longest(plan: Plan, output: Path, tokenizer: Any) -> int:
             raise UserError(f"{plan.file}: {problem}. {remedy}")
         plan.notes.append(f"rows: {problem}")
     return max(lengths)
-
-
-def _write(plan: Plan, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    rewards = output.parent / "rewards.py"
-    output.write_text(text_of(plan, output), encoding="utf-8")
-    if plan.method == "grpo" and not plan.answer and not rewards.exists():
-        rewards.write_text(REWARDS.format(config=output), encoding="utf-8")
-        plan.notes.append(f"rewards: {rewards} has an example; say there what a good answer is")
-    if plan.method == "grpo" and plan.answer:
-        kind = answer_reward(plan)
-        plan.notes.append(f"rewards: the built-in reward {kind} compares with {plan.answer!r}")
-    for note in plan.notes:
-        logger.info("%s", note)
-    named = shlex.quote(str(output))
-    print(f"{output}\nnext: upweight preprocess {named} --show 2, then upweight train {named}")
 
 
 def _is_terminal() -> bool:

@@ -42,6 +42,7 @@ class Plan:
     memory: dict[str, str] = field(default_factory=dict)  # keys that make it fit
     gpu: float | None = None  # GiB of the GPU to train on; None: what is here
     notes: list[str] = field(default_factory=list)
+    missing: str | None = None  # why the model cannot be read
     answer: str | None = None  # the column with right answers, for rewards
 
     @property

@@ -3,7 +3,8 @@
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     named: Mapping[str, str] = field(default_factory=dict)  # columns by role
     meanings: Mapping[str, str] = field(default_factory=dict)  # of values: true, false, answer_a, answer_b
+    good_from: float | None = None  # the rating from which on rows are good
 
     @cached_property
     def columns(self) -> list[str]:
@@ -57,6 +59,13 @@ class Table:
     def values(self, name: str) -> list[str]:
         """Return the different values of a column, as text."""
         return list(dict.fromkeys(word_of(row.get(name)) for row in self.rows))
+
+    def with_values(self, text: str) -> "Table":
+        """Return the table with what `--values` says of its marks."""
+        with suppress(ValueError):
+            lowest = float(text)
+            return replace(self, good_from=int(lowest) if lowest.is_integer() else lowest)
+        return replace(self, meanings=read_values(text, self.named))
 
     def texts(self) -> list[str]:
         """Return the columns that hold more than words, and more than dates."""
@@ -207,7 +216,7 @@ def read_columns(text: str, columns: Sequence[str]) -> dict[str, str]:
 
 def read_values(text: str, columns: Mapping[str, str]) -> dict[str, str]:
     """Return what `--values` says that the values of labels or of a column of preferences stand for."""
-    meanings = _assignments("--values", text, "good=true,bad=false")
+    meanings = _assignments("--values", text, "good=true,bad=false (or the lowest good rating alone: 4)")
     allowed = PREFERENCE[1:3] if "winner" in columns else ("true", "false")
     if wrong := [meaning for meaning in meanings.values() if meaning not in allowed]:
         raise UserError(f"--values ...={wrong[0]}: expected {' or '.join(allowed)} after each value.")

@@ -71,8 +71,11 @@ def formats_are_known(config: Config) -> Iterator[str]:
 
 def _check_marks(key: str, form: UserFormat, kind: str, name: str) -> Iterator[str]:
     """Check what the words of labels and of winners stand for."""
-    if form.label_values and kind != "labelled":
-        yield f"{key}.label_values: is for labels of kto, and {name} reads none. Remove it."
+    for one in ("label_values", "label_from"):
+        if getattr(form, one) not in ({}, None) and kind != "labelled":
+            yield f"{key}.{one}: is for labels of kto, and {name} reads none. Remove it."
+    if form.label_values and form.label_from is not None:
+        yield f"{key}.label_from: 'label_values' says which rows are good. Remove one of them."
     if not (form.field_winner or form.winner_values):
         return
     answers = {column for column in form.winner_values.values() if column is not None}

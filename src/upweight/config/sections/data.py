@@ -26,6 +26,9 @@ class UserFormat(Strict):
     label_values: dict[str, bool | None] = inner(
         {}, "Word in the label's column -> true or false; rows with the word of a `null` are left out. For KTO."
     )
+    label_from: float | None = inner(
+        None, "Rating in the label's column from which on a row is a good one; rows without one are left out. For KTO."
+    )
     field_winner: str | None = inner(
         None, "Column that says which of two answers is better, in place of `field_chosen` and `field_rejected`."
     )
@@ -48,13 +51,14 @@ class UserFormat(Strict):
 
     @property
     def has_marks(self) -> bool:
-        """Whether words of a column are labels, or name the better answer."""
-        return bool(self.label_values or self.field_winner)
+        """Whether words or ratings of a column are labels, or words name the better answer."""
+        return bool(self.label_values or self.field_winner) or self.label_from is not None
 
     def leaving_out(self) -> list[str]:
-        """Return the keys that leave out rows by the words in them."""
+        """Return the keys that leave out rows by the words or ratings in them."""
         marks = {"label_values": self.label_values, "winner_values": self.winner_values}
-        return [name for name, meanings in marks.items() if None in meanings.values()]
+        by_word = [name for name, meanings in marks.items() if None in meanings.values()]
+        return by_word + ["label_from"] * (self.label_from is not None)
 
     @field_validator("label_values", "winner_values", mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from upweight.models.export import exported_weights
 from upweight.processes import free_port
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
-from upweight.runs.command import resume_words
+from upweight.runs.command import resume_advice
 
 T = TypeVar("T")
 Chunk = list[tuple[str, Tensor]]
@@ -133,8 +133,8 @@ class DirectTransport(WeightTransport):
         weights, self._weights = self._weights, None
         if weights is None:
             raise UserError(
-                f"the server at {client.url} was restarted, and weights sent by {self.channel.name} are not kept: go "
-                f"on with {resume_words()}; 'trl.vllm_weight_transfer: folder' would send them again"
+                f"the server at {client.url} was restarted, and weights sent by {self.channel.name} are not kept: "
+                f"{resume_advice()}; 'trl.vllm_weight_transfer: folder' would send them again"
             )
         try:
             began = (await client.identity()).began

@@ -27,7 +27,7 @@ from upweight.files import write_text
 from upweight.log import clear_status, in_parts, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
-from upweight.runs.command import OPTION, resume_words
+from upweight.runs.command import OPTION, resume_from, resume_words
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health, Verdict
 from upweight.runs.report.reading import columns
@@ -157,8 +157,7 @@ class StopOnNan(TrainerCallback):
                 rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            last = newest_marked(Path(args.output_dir))
-            onward = "start again: there is no checkpoint yet" if last is None else f"continue with {resume_words()}"
+            onward = resume_from(newest_marked(Path(args.output_dir)), resume_words())
             remedy = f"Lower 'learning_rate' or 'max_grad_norm', or mend odd rows; then {onward}"
             if self.user_code:
                 code = " and ".join(f"'{name}'" for name in self.user_code)
