@@ -209,7 +209,7 @@ def test_in_a_script_remedies_name_its_arguments(tmp_path, caplog):
 def test_in_a_script_a_checkpoint_is_named_as_its_trainer_takes_it():
     (verdict,) = verdicts(run_of({**HEALTHY, "reward": learning}, {"kl": 9.0}, every=10))
     remedy = error_translator(GRPOConfig)(verdict.remedy)
-    assert "(trainer.train(resume_from_checkpoint='RUN/checkpoint-N'))" in remedy
+    assert "(`trainer.train(resume_from_checkpoint='RUN/checkpoint-N')`)" in remedy
     assert "raise beta" in remedy
 
 
