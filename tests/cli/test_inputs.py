@@ -2,12 +2,14 @@
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from made_runs import upweight
 from upweight.cli.inputs import find_trained, load_with_notices, read_rows
+from upweight.config import ConfigError
 from upweight.errors import UserError
 from upweight.runs.checkpoints import mark_whole
 from upweight.runs.files import no_such_run
@@ -26,6 +28,18 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_read(name, of_run, tmp_pat
     (checkpoint / name).write_bytes(b"\0" * 32)
     with pytest.raises(UserError, match=rf"checkpoint-5 is damaged: {name} "):
         find_trained(str(checkpoint), [])
+
+
+@pytest.mark.parametrize("more", ["", "batch_sise: 1\n"])
+def test_every_command_warns_once_of_pairs_whose_columns_are_named_for_the_other_role(more, tmp_path, caplog):
+    form = "{field_prompt: q, field_chosen: worse reply, field_rejected: better reply}"
+    (tmp_path / "my.yaml").write_text(
+        f"base_model: m\nrl: dpo\ndatasets: [{{path: d{len(more)}, type: {form}}}]\n{more}"
+    )
+    for _ in range(2):
+        with suppress(ConfigError):
+            load_with_notices(tmp_path / "my.yaml", [], asks_hub=False)
+    assert caplog.text.count("whose names say the opposite: exchange them") == 1
 
 
 def test_a_run_that_has_not_ended_is_answered_with_its_newest_checkpoint(tmp_path):

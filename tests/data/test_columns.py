@@ -12,7 +12,7 @@ from upweight.config.load import parse_config
 from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.data.columns import first_row, guess_columns, misses_columns, type_mapping
 from upweight.data.raw_row import RowError
-from upweight.data.sources.first_look import NEEDED, data_problems, missing_columns
+from upweight.data.sources.first_look import NEEDED, data_problems, missing_columns, swapped_roles
 from upweight.errors import UserError
 
 KEYS = {
@@ -140,12 +140,11 @@ def test_the_columns_of_a_csv_are_checked_beside_a_filter(tmp_path, column, amis
     ("chosen", "rejected", "warned"),
     [("worse reply", "better reply", True), ("better reply", "worse reply", False), ("reply A", "reply B", False)],
 )
-def test_pairs_whose_columns_are_named_for_the_other_role_are_warned_of(tmp_path, caplog, chosen, rejected, warned):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "Why?", "better reply": "So.", "worse reply": "No."}) + "\n")
+def test_pairs_whose_columns_are_named_for_the_other_role_are_warned_of(tmp_path, chosen, rejected, warned):
     form = {"field_prompt": "q", "field_chosen": chosen, "field_rejected": rejected}
     entry = {"path": "rows.jsonl", "type": form}
-    list(data_problems(parse_config({"base_model": "some/model", "rl": "dpo", "datasets": [entry]}, folder=tmp_path)))
-    assert ("whose names say the opposite: exchange them" in caplog.text) is warned
+    config = parse_config({"base_model": "some/model", "rl": "dpo", "datasets": [entry]}, folder=tmp_path)
+    assert ["exchange them" in warning for warning in swapped_roles(config)] == [True] * warned
 
 
 FORM = {"field_prompt": "question", "field_completion": "answer", "field_label": "thumbs"}

@@ -33,6 +33,14 @@ def test_a_learning_rate_far_from_the_usual_is_a_warning(model_folder, tmp_path)
     assert checked.says.startswith("learning_rate: 0.1 is far above")
 
 
+def test_pairs_whose_columns_are_named_for_the_other_role_are_a_warning(model_folder, tmp_path):
+    form = {"field_prompt": "question", "field_chosen": "rejected", "field_rejected": "chosen"}
+    entry = {"path": str(tmp_path / "pairs.jsonl"), "type": form}
+    checked = found(write_config(tmp_path, model_folder, datasets=[entry]))["columns"]
+    assert checked.level == "warning"
+    assert "whose names say the opposite" in checked.says
+
+
 def test_rewards_that_cannot_be_had_or_miss_a_column_are_named(model_folder, tmp_path):
     file = write_online(tmp_path, model_folder)
     (tmp_path / "needy.py").write_text("def right(completions, gold):\n    return [0.0] * len(completions)\n")

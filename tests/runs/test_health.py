@@ -206,14 +206,24 @@ def test_in_a_script_remedies_name_its_arguments(tmp_path, caplog):
     assert "raise trl.num_generations" in {one.what: one.remedy for one in check_run(tmp_path)}["no signal so far"]
 
 
+def test_in_a_script_a_checkpoint_is_named_as_its_trainer_takes_it():
+    (verdict,) = verdicts(run_of({**HEALTHY, "reward": learning}, {"kl": 9.0}, every=10))
+    remedy = error_translator(GRPOConfig)(verdict.remedy)
+    assert "(`trainer.train(resume_from_checkpoint='RUN/checkpoint-N')`)" in remedy
+    assert "raise beta" in remedy
+
+
 def test_remedies_name_keys_that_exist():
     known = {*general_keys(), *method_keys()}
     words = " ".join(f"{rule.remedy} " for rule in RULES)
     named = {key.rstrip(".") for key in re.findall(r"\b(?:trl|ebft|vllm)\.[a-z_]+", words)}
     assert named
     assert not named - known
+    assert words.count("a checkpoint before") == words.count("resume_from_checkpoint=RUN/checkpoint-N")
+    assert "go back" not in words  # it cannot be typed
     for key in ("learning_rate", "max_grad_norm", "warmup_steps", "lora_target_modules", "unfrozen_parameters",
-                "val_set_size", "load_best_model_at_end", "early_stopping_patience", "rl_beta"):  # fmt: skip
+                "val_set_size", "load_best_model_at_end", "early_stopping_patience", "rl_beta",
+                "resume_from_checkpoint"):  # fmt: skip
         assert key in known
         assert key in words
 

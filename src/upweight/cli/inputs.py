@@ -15,6 +15,7 @@ from upweight.config.modernise import Spelling
 from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides, joined_options
+from upweight.data.sources.first_look import swapped_roles
 from upweight.errors import UserError
 from upweight.log import inform_once, warn_once
 from upweight.methods.base import Method
@@ -41,13 +42,15 @@ def load_with_notices(
     try:
         config = read_config(path, overrides, fragment=fragment, asks_hub=asks_hub)
     except ConfigError as error:
-        _show_notices(error.notices, path, overrides, whole)
+        _show_notices(error.notices, path, overrides, whole, error.drafts)
         raise
-    _show_notices(config.notices, path, overrides, whole)
+    _show_notices(config.notices, path, overrides, whole, [config])
     return config
 
 
-def _show_notices(notices: Sequence[str], path: Path, overrides: list[str], whole: bool) -> None:
+def _show_notices(
+    notices: Sequence[str], path: Path, overrides: list[str], whole: bool, configs: Sequence[Config]
+) -> None:
     # The config of a run has every key, so that only the keys of the command line are the user's.
     named = tuple(one.partition("=")[0] for one in overrides)
     shown = [notice for notice in notices if not is_of_run(path) or notice.startswith(named)]
@@ -58,6 +61,8 @@ def _show_notices(notices: Sequence[str], path: Path, overrides: list[str], whol
     if not whole and len(spellings) > 1:
         what = f"{len(spellings)} notices on keys that have other names here or need not be set"
         inform_once(f"{what}: upweight validate {shlex.quote(str(path))} prints them")
+    for warning in (warning for config in configs if not is_of_run(path) for warning in swapped_roles(config)):
+        warn_once(warning)
 
 
 def read_config(path: Path, overrides: list[str], *, fragment: bool = False, asks_hub: bool = True) -> Config:

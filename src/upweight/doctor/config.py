@@ -16,6 +16,7 @@ from upweight.config.sections.training import LESS_MEMORY
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
 from upweight.data.raw_row import PREPARED_COLUMNS
+from upweight.data.sources.first_look import swapped_roles
 from upweight.data.summary import token_counts
 from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
@@ -85,6 +86,8 @@ def _keys(state: CheckState) -> Iterator[Finding]:
     for notice in state.config.notices:
         level = "warning" if notice in harmful else "note"
         yield Finding(level, "keys", notice.removesuffix("."))
+    for warning in swapped_roles(state.config):
+        yield Finding("warning", "columns", warning)
     for message in check_machine(state.config):
         key, _, text = message.partition(": ")
         yield Finding("alarm", key, text.removesuffix("."))

@@ -138,17 +138,20 @@ class Producer:
         evaluated: list[Group] = []
         rewards = self.scorer.state()
         try:
-            for start in range(0, len(rows), self.plan.groups):
+            for batch in self.batches(rows):
                 if between is not None:
                     between()
-                stop = min(start + self.plan.groups, len(rows))
-                scored, _ = self._sample_groups(rows, range(start, stop), count, (2**31, start), trainer_state)
+                scored, _ = self._sample_groups(rows, batch, count, (2**31, batch.start), trainer_state)
                 evaluated += scored
         finally:
             self.scorer.restore(rewards)
         if reason := _failed_throughout(evaluated):
             raise UserError(reason)
         return evaluated
+
+    def batches(self, rows: PromptRows) -> list[range]:
+        """Return the rows of an evaluation by calls of the sampler."""
+        return [range(n, min(n + self.plan.groups, len(rows))) for n in range(0, len(rows), self.plan.groups)]
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""

@@ -1,6 +1,5 @@
 """The training loop: transformers' Trainer with losses divided by the counts of the whole step."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -87,16 +86,15 @@ class MethodTrainer(HubTrainer):
             policy.router_coefficient,
         )  # fmt: skip
         self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
-        self.router_aux_loss_coef = policy.router_coefficient  # read by scripts, as the next
-        self.aux_loss_enabled = policy.router_coefficient > 0
+        self.router_aux_loss_coef = policy.router_coefficient
+        self.aux_loss_enabled = self.router_aux_loss_coef > 0  # both are read by scripts
         self.runner.sources = self.feed.names if self.feed is not None else ()
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self
         self._set_rows(parts)
         if hasattr(policy.model, "add_model_tags"):
             policy.model.add_model_tags(["upweight", policy.method.name])
-        self.last_log, self.last_logged_step = time.perf_counter(), 0
-        self.last_blocked = 0.0  # seconds spent waiting for rollouts until the last log
+        self.last_log, self.last_logged_step, self.last_blocked = time.perf_counter(), 0, 0.0  # blocked by rollouts
         self.metrics_of_callbacks: list[Callable[[Any, Mapping[str, float]], Mapping[str, float]]] = []
 
     def _set_rows(self, parts: TrainerParts) -> None:
@@ -253,14 +251,16 @@ class MethodTrainer(HubTrainer):
         try:
             parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         except EvaluationLeft:
-            self.control.should_save = self.control.should_training_stop = True
-            self.control.should_evaluate = False
-            return {} if best is None else {f"eval_{best.removeprefix('eval_')}": math.nan}
+            return {}
         metrics = {name: value for part in parts for name, value in part.items()}
         if self.is_in_train and best is not None and f"eval_{best.removeprefix('eval_')}" not in metrics:
             has = ", ".join(name.removeprefix("eval_") for name in metrics)
             raise UserError(f"metric_for_best_model: evaluations have no '{best}'. They have {has}.")
         return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Return whether the weights are the best so far, or to be saved since their evaluation was left."""
+        return not metrics or super()._determine_best_metric(metrics, trial)
 
     def _eval_rows(self, passed: Any) -> Any:
         """Return prepared evaluation rows: of those passed, or of `eval_dataset`, which a script may have replaced."""

@@ -119,11 +119,20 @@ class AtEvaluation(TrainerCallback):
         self.trainer.between_batches = counted
 
 
-@pytest.mark.parametrize("best", [{}, {"metric_for_best_model": "loss"}])
+@pytest.mark.parametrize(
+    "best",
+    [
+        {},
+        {"metric_for_best_model": "loss"},
+        {"metric_for_best_model": "loss", "save_strategy": "best"},
+        {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2},
+    ],
+)
 def test_a_signal_during_an_evaluation_leaves_it_and_saves(best, folder, monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1, "save_strategy": "no"}
-    trainer = dpo(folder, eval_dataset=ROWS["pairs"], **evaluated, **best)
+    evaluated |= best
+    trainer = dpo(folder, eval_dataset=ROWS["pairs"], **evaluated)
     watch = AtEvaluation(trainer, lambda: signal.raise_signal(signal.SIGINT))
     trainer.add_callback(watch)
     with pytest.raises(KeyboardInterrupt, match="stopped at step 2, which is saved"):
@@ -131,10 +140,13 @@ def test_a_signal_during_an_evaluation_leaves_it_and_saves(best, folder, monkeyp
     assert watch.batches == 2
     assert is_whole(folder / "out" / "checkpoint-2")
     assert not [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert trainer.state.best_metric is None
     assert "eval_loss" in trainer.evaluate()
-    resumed = dpo(folder, eval_dataset=ROWS["pairs"], **evaluated, **best)
+    resumed = dpo(folder, eval_dataset=ROWS["pairs"], **evaluated)
     resumed.train(resume_from_checkpoint=True)
-    assert [row["step"] for row in resumed.state.log_history if "eval_loss" in row] == [4, 6]
+    evaluations = {row["step"]: row["eval_loss"] for row in resumed.state.log_history if "eval_loss" in row}
+    assert list(evaluations) == [4, 6]
+    assert resumed.state.best_metric == (min(evaluations.values()) if best else None)
 
 
 def test_in_a_thread_a_script_trains_without_handling_signals(folder):

@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from made_rollouts import online_trainer
-from made_runs import metrics_of, on_ranks, write_online
+from made_runs import metrics_of, on_ranks, write_config, write_online, write_pairs
 from parity_script import TEMPLATE, made_tokenizer, said
 from parity_script import write_model as write_chat_model
 from upweight import GRPOConfig, GRPOTrainer
 from upweight.config import load_config
 from upweight.errors import UserError
+from upweight.runs.checkpoints import is_whole
+from upweight.train.distributed.ranks import leave_ranks
+from upweight.train.recording.callbacks import StopOnSignal
 from upweight.train.run import train
 from upweight.types import Completion, Sampling
 
@@ -245,3 +251,41 @@ def test_tokens_drawn_with_weights_in_8_bits_are_corrected_for_in_training(tmp_p
         assert all(row["sampling/importance_sampling_ratio/max"] > 1 for row in lines if name == "int8")
         gaps.append(min(row["sampling/logp_gap"] for row in lines))
     assert gaps[0] < 1e-4 < gaps[1]
+
+
+def signalled_on_rank1(file):
+    """Trains on a rank; rank 1 alone gets a signal after the second batch of an evaluation."""
+    leave, calls = StopOnSignal.leave_evaluation, []
+
+    def counted(stop, trainer):
+        calls.append(trainer.state.global_step)
+        if calls.count(1) == 2 and os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)
+        leave(stop, trainer)
+
+    setattr(StopOnSignal, "leave_evaluation", counted)  # noqa: B010
+    with pytest.raises(SystemExit):
+        train(load_config(file))
+    assert [step for step in calls if step] == [1, 1]
+    leave_ranks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Plain", "OfRank0", None])
+def test_ranks_leave_an_evaluation_together(name, model_folder, tmp_path):
+    keys = {"micro_batch_size": 4, "max_steps": 3, "eval_steps": 1, "ddp_timeout": 60, "bf16": False}
+    if name is None:
+        rows = str(write_pairs(tmp_path / "rows.jsonl", 8))
+        file = write_config(
+            tmp_path, model_folder, test_datasets=[{"path": rows, "type": "chatml.intel"}], eval_batch_size=1, **keys
+        )
+    else:
+        config_for(tmp_path, model_folder, name)
+        content = yaml.safe_load((tmp_path / "config.yaml").read_text())
+        content["trl"]["rollout_backend"] = f"samplers_{tmp_path.name.replace('-', '_')}.{name}"
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump({**content, **keys, "test_datasets": content["datasets"]}))
+    on_ranks(signalled_on_rank1, 2, file)
+    assert is_whole(tmp_path / "out" / "checkpoint-1")
+    assert not [row for row in metrics_of(tmp_path / "out") if row["step"] == 1 and "eval_runtime" in row]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "stopped"

@@ -20,7 +20,6 @@ from upweight.data.sources.lookup import (
 )
 from upweight.data.sources.raw_files import encoding_problem, workbook_problem
 from upweight.errors import did_you_mean
-from upweight.log import warn_once
 
 # What rows with a `type` need, by the kind of data: a column of each group. Types that are not listed are not judged.
 _FIRST, _ANSWERS = ("prompt", "input", "question", "instruction"), (("chosen",), ("rejected",))
@@ -66,19 +65,20 @@ def data_problems(config: Config) -> Iterator[str]:
         if stage.gym.enabled:  # whose files may lie in the Gym's folder
             continue
         for key, entry in entries(stage):
-            _warn_of_swapped_roles(entry, key)
             missing = [f"{entry_name(entry, key)}: {problem}" for problem in missing_files(entry, stage.folder)]
             yield from missing or _unread_columns(stage, entry, key)
 
 
-def _warn_of_swapped_roles(entry: DatasetSpec, key: str) -> None:
-    form = entry.type if isinstance(entry.type, UserFormat) else entry
-    chosen, rejected = form.field_chosen or "chosen", form.field_rejected or "rejected"
-    if are_swapped(chosen, rejected):
-        named = f"the chosen answer is read from {chosen!r} and the rejected one from {rejected!r}"
-        warn_once(
-            f"{entry_name(entry, key)}: {named}, whose names say the opposite: exchange them, or go on if it is so"
-        )
+def swapped_roles(config: Config) -> Iterator[str]:
+    """Yield a warning for each dataset of pairs whose columns are named for each other's role."""
+    for stage in config.stages or (config,):
+        for key, entry in entries(stage):
+            form = entry.type if isinstance(entry.type, UserFormat) else entry
+            chosen, rejected = form.field_chosen or "chosen", form.field_rejected or "rejected"
+            if are_swapped(chosen, rejected):
+                named = f"the chosen answer is read from {chosen!r} and the rejected one from {rejected!r}"
+                remedy = "exchange them, or go on if it is so"
+                yield f"{entry_name(entry, key)}: {named}, whose names say the opposite: {remedy}"
 
 
 def _unread_columns(config: Config, entry: DatasetSpec, key: str) -> Iterator[str]:

@@ -69,6 +69,7 @@ OF_TRAINERS = {  # words of error messages -> inputs of a script
     "upweight preprocess CONFIG --show 2 --tokens": "trainer.train_dataset[0]",
     "upweight preprocess CONFIG --show 3": "trainer.train_dataset[0]",
     "upweight preprocess CONFIG --show 5": "trainer.train_dataset[0]",
+    "resume_from_checkpoint=RUN/checkpoint-N": "trainer.train(resume_from_checkpoint='RUN/checkpoint-N')",
     "`reward_model: true`": "RewardTrainer",
     "lora_target_modules": "target_modules",
 }

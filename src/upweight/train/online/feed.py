@@ -170,16 +170,18 @@ class RolloutFeed:
         """Return rewards, pass rates and lengths on held-out prompts; for EBFT feature rewards and cross-entropy."""
         if self.synced != trainer_state.global_step:
             self.sync(trainer_state.global_step)
-        alone = runner.accelerator.num_processes == 1  # else ranks would wait for completions of one that left
         step, names, method, produced = trainer_state.global_step, self.producer.names, self.producer.method, None
         if self.schedule.produces:
             if self.producer.scorer.has_state:
                 self.ahead.wait()  # rollouts would change the reward state that is restored after an evaluation
             with self.schedule.gathered_weights():
-                groups = self.producer.evaluate(rows, self.eval_size, trainer_state, between if alone else None)
+                groups = self.producer.evaluate(rows, self.eval_size, trainer_state, between)
                 produced = Rollout(self.producer.num_rollouts, step, groups)
             if self.section.release_sampler:
                 self.release_sampler()
+        elif between is not None:
+            for _ in self.producer.batches(rows):  # all ranks agree between the calls of the sampler
+                between()
         rollout = self._broadcast(produced)
         if self.feature_matching is not None:
             metrics = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)

@@ -84,11 +84,15 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
     def leave_evaluation(self, trainer: Any) -> None:
-        """Raise where a signal was caught; an evaluation that decides what is saved, or a learning rate, goes on."""
+        """Save, stop and raise where a signal was caught; an evaluation that decides a learning rate goes on."""
         self.caught = max(all_gather_objects(self.caught))
         by_metric = isinstance(trainer.lr_scheduler, ReduceLROnPlateau) or type(trainer.lr_scheduler).__name__ == GREEDY
-        if self.caught and trainer.args.save_strategy != "best" and not by_metric:
-            logger.warning("the evaluation at step %d is left", trainer.state.global_step)
+        if self.caught and not by_metric:
+            best = trainer.args.metric_for_best_model
+            uncounted = "" if best is None else f", so these weights are not compared by {best}"
+            logger.warning("the evaluation at step %d is left%s", trainer.state.global_step, uncounted)
+            trainer.control.should_save = trainer.control.should_training_stop = True
+            trainer.control.should_evaluate = False
             raise EvaluationLeft
 
     def restore(self) -> None:
