@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiny_models import gradients, group, relative_difference, three_levels, tiny
-from upweight.engine import Engine
+from upweight.engine import Engine, activations
 from upweight.engine.activations import (
     OffloadActivations,
     activation_budget,
@@ -174,6 +174,27 @@ def test_what_comes_back_has_the_strides_of_what_was_saved(view):
         out = _Kept.apply(view(x))
     out.sum().backward()
     assert _Kept.strides == view(x).stride()
+
+
+def test_host_memory_is_used_again_once_a_step_no_longer_needs_it(monkeypatch):
+    activations._host_buffers.cache_clear()
+    allocated, stock = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: allocated.append(args) or stock(*args, **kwargs))
+    x, longer = torch.randn(4, 100, requires_grad=True), torch.randn(4, 120, requires_grad=True)
+
+    def offloaded(value):
+        with OffloadActivations(set(), smallest=1):
+            return value.sin().exp().sum()
+
+    offloaded(x).backward()
+    first = len(allocated)
+    waiting = offloaded(longer)  # rows of another length within the same power of two
+    assert len(allocated) == first > 0
+    other = offloaded(x)  # while the buffers of `waiting` are in use
+    assert len(allocated) == 2 * first
+    for value, out in ((longer, waiting), (x, other)):
+        (grad,) = torch.autograd.grad(out, value)
+        assert torch.equal(grad, torch.autograd.grad(value.sin().exp().sum(), value)[0])
 
 
 def test_each_token_knows_the_longest_sequence_it_belongs_to():

@@ -3,7 +3,8 @@
 import functools
 import math
 import warnings
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -239,7 +240,11 @@ class _OnHost:
     def __init__(self, tensor: Tensor, before: "_OnHost | None") -> None:
         """`before`: what was saved before it, which backward needs next."""
         self.device, self.stride, self.before = tensor.device, tensor.stride(), before
-        self.on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        buffers = _host_buffers(self.device)
+        buffer = buffers.take(tensor.nbytes)
+        weakref.finalize(self, buffers.give_back, buffer)
+        dense = torch.empty_like(tensor, device="meta").stride()
+        self.on_host = buffer[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, dense)
         self.copied = _copy_beside(tensor, self.on_host)
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
 
@@ -259,6 +264,32 @@ class _OnHost:
         if before is not None:
             before.fetched = before.fetched or before.fetch()
         return restored
+
+
+class _HostBuffers:
+    """Host memory for the activations of one device, used again from step to step."""
+
+    # torch's own cache of pinned memory is emptied whenever a CUDA graph is captured, and pinning anew takes longer
+    # than a step. A buffer may be given back before its last copy has ended: one stream makes all copies in order.
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
+
+    def take(self, size: int) -> Tensor:
+        """Return a buffer of at least so many bytes; sizes are powers of two, since rows differ in length."""
+        size = 1 << (size - 1).bit_length()
+        unused = self._unused[size]
+        return unused.pop() if unused else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let a buffer be taken again."""
+        self._unused[len(buffer)].append(buffer)
+
+
+@functools.cache
+def _host_buffers(device: torch.device) -> _HostBuffers:
+    return _HostBuffers(pinned=device.type == "cuda")
 
 
 @functools.cache
