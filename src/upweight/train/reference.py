@@ -82,6 +82,16 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
     return RowsWithReference(rows, _ref_columns(runner.method), logps)
 
 
+def with_first_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute | None, step: int) -> Any:
+    """Return rows that came after so many steps with log-probs of the reference; as they are where none is stored."""
+    if how is None:
+        return rows
+    if step and not how.no_adapter and how.separate is None:
+        remedy = "Give these rows as eval_dataset when the trainer is made, or leave the argument out."
+        raise UserError(f"precompute_ref_log_probs: the reference is the policy as it was, now trained. {remedy}")
+    return with_reference(rows, model, runner, how)
+
+
 def _ref_columns(method: Method) -> tuple[str, ...]:
     sides = ("chosen", "rejected") if method.data == "pairs" else ("completion",)
     return tuple(f"ref_{side}_logps" for side in sides)

@@ -12,6 +12,7 @@ import torch
 from datasets import IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.cache import rows_digest
@@ -20,6 +21,7 @@ from upweight.errors import UserError
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import counted, logger
 from upweight.models.export import quiet_saving, save_model
+from upweight.models.hub import hub_errors
 from upweight.models.memory import out_of_memory
 from upweight.models.precision import Sharding
 from upweight.models.processor import save_processor
@@ -35,15 +37,15 @@ from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, st
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.callbacks import EvaluationLeft
-from upweight.train.recording.hub import HubTrainer
+from upweight.train.recording.hub import pushing, write_card
 from upweight.train.recording.run_folder import require_same_data
-from upweight.train.reference import SyncReference, with_reference
+from upweight.train.reference import SyncReference, with_first_reference, with_reference
 from upweight.train.step import StepRunner
 from upweight.train.user_code import UserCallback, refuse_unused_hooks
 from upweight.user_modules import named_errors
 
 
-class MethodTrainer(HubTrainer):
+class MethodTrainer(Trainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
@@ -78,6 +80,7 @@ class MethodTrainer(HubTrainer):
         self.feed: RowFeed | None = rows if isinstance(rows, RowFeed) else None
         self.data_digest = cache(rows.digest if isinstance(rows, RowFeed) else partial(rows_digest, rows))
         self.allow_changed_data = parts.allow_changed_data
+        self.card: Callable[[], str] | None = None  # returns the text of the model card
         self.between_batches: Callable[[], None] = lambda: None  # of evaluations; may raise EvaluationLeft
         temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
         skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
@@ -299,14 +302,7 @@ class MethodTrainer(HubTrainer):
         return named
 
     def _with_reference(self, rows: Any) -> Any:
-        """Return the rows with precomputed reference log-probs, where `precompute_ref_log_probs` is on."""
-        how = self.precompute
-        if how is None:
-            return rows
-        if self.state.global_step and not how.no_adapter and how.separate is None:
-            remedy = "Give these rows as eval_dataset when the trainer is made, or leave the argument out."
-            raise UserError(f"precompute_ref_log_probs: the reference is the policy as it was, now trained. {remedy}")
-        return with_reference(rows, self.model, self.runner, how)
+        return with_first_reference(rows, self.model, self.runner, self.precompute, self.state.global_step)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the loop has no predictions to return."""
@@ -363,6 +359,25 @@ class MethodTrainer(HubTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository on the hub."""
+        with hub_errors("there is no repository to push to"):
+            super().init_hf_repo(token)
+
+    def push_to_hub(
+        self, commit_message: str | None = "End of training", blocking: bool = True, token: str | None = None,
+        revision: str | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Push the model, which is saved before the hub is asked for anything."""
+        with pushing(self):
+            if self.hub_model_id is None:
+                super().init_hf_repo(token)
+            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write README.md to the run folder: the card of the run, else that of the Trainer, which takes TRL's names."""
+        write_card(self, super().create_model_card, *args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0: the Trainer's estimate assumes padded rows."""
