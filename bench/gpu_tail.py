@@ -4,7 +4,7 @@ python -m bench.gpu_tail [CASE ...]: one JSON line a case, with the seconds of t
 other prompts, whose largest beside their median shows what is compiled or captured in the midst of a run. `slots` has
 the steps of the last call by the number of slots that they decode, with the milliseconds of a step. Where
 VLLM_PYTHON names a Python that has vLLM (with VLLM_PYTHONPATH as its PYTHONPATH), vLLM samples the same cases before,
-without adapters, and a line has its tokens a second and the ratio too. Each side runs as a process of its own.
+without adapters or quantisation, and a line has its tokens a second and the ratio too. Each side is a process.
 """
 
 import gc
@@ -21,14 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
 from bench.gpu_generate import difference
+from bench.gpu_ours import random_base
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE, VOCABULARY
+from upweight.config.load import parse_config
 from upweight.config.sections.model import AdapterSection
 from upweight.engine import Engine
 from upweight.models.adapters.attach import attach_adapter
+from upweight.models.load import load_model
 from upweight.models.precision import set_up_precision
 from upweight.sampler.in_process import InProcess
 from upweight.types import Sampling
@@ -44,7 +47,7 @@ SHORTEST, LONGEST = 128, 383  # tokens of a prompt
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape, prompts and completions of each, the mean and the largest length, a LoRA, weights in 8 bits."""
+    """A model's shape, prompts and completions of each, the mean and the largest length, and how its weights are."""
 
     shape: str
     prompts: int
@@ -53,7 +56,8 @@ class Case:
     cap: int
     lora: bool = False
     calls: int = 3
-    int8: bool = False
+    int8: bool = False  # in sampling alone
+    load_in: str | None = None  # of a frozen base model
 
 
 CASES = {
@@ -63,6 +67,9 @@ CASES = {
     "512_int8": Case("1.5b", 32, 16, 512, 2048, int8=True),
     "7b": Case("7b", 16, 16, 512, 2048),
     "7b_int8": Case("7b", 16, 16, 512, 2048, int8=True),
+    "512_qlora": Case("1.5b", 32, 16, 512, 2048, lora=True, load_in="load_in_4bit"),
+    "512_8bit": Case("1.5b", 32, 16, 512, 2048, lora=True, load_in="load_in_8bit"),
+    "7b_qlora": Case("7b", 16, 16, 512, 2048, lora=True, load_in="load_in_4bit"),
     "long": Case("1.5b", 4, 16, 8192, 16384, calls=2),
     "small": Case("135m", 4, 16, 400, 512, calls=8),
 }
@@ -70,15 +77,21 @@ CASES = {
 
 def policy(case: Case) -> Any:
     """The model as a trainer holds it, of random weights."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    shape = {**SHAPES[case.shape], "max_position_embeddings": 32768}
-    with torch.device("cuda"):
-        base = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **shape))
-    torch.set_default_dtype(torch.float32)
+    base = random_base({"shape": {**SHAPES[case.shape], "max_position_embeddings": 32768}, "vocabulary": VOCABULARY})
+    section = AdapterSection(kind="lora", rank=16, alpha=32, target_linear=True)
+    if case.load_in is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            base.save_pretrained(folder)
+            del base
+            torch.cuda.empty_cache()
+            kind = "qlora" if case.load_in == "load_in_4bit" else "lora"
+            content = {"base_model": folder, "adapter": kind, case.load_in: True}
+            config = parse_config(content, folder=Path(folder), fragment=True)
+            options = {"head": "tokens", "tokenizer": None, "adapter": config.adapter, "seed": 0}
+            base = load_model(config.model, torch.bfloat16, **options)
     if not case.lora:
         return base.requires_grad_(False)
-    model = attach_adapter(base, AdapterSection(kind="lora", rank=16, alpha=32, target_linear=True))
+    model = attach_adapter(base, section)
     set_up_precision(model, torch.bfloat16)
     return model
 
