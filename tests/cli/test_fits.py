@@ -345,3 +345,11 @@ def test_the_package_that_stored_weights_need_is_named_where_it_is_missing(store
 def test_ways_that_stored_weights_do_not_allow_are_refused_as_by_train(keys, says, stored_in_4_bits):
     with pytest.raises(UserError, match=says):
         run(stored_in_4_bits, keys, memory=24)
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen/Qwen3-30B-A3B", "8x7b"])
+def test_a_mixture_is_not_answered_with_a_dense_shape(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="of mixtures of experts no shape is known") as error:
+        run(name, [], memory=8)
+    assert "a shape of that size" not in str(error.value)

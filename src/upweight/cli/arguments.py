@@ -60,7 +60,7 @@ TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options"
 
 
 class WholeSentences(TyperGroup):
-    """The commands, listed with whole sentences, not cut at the end of a line; those of Axolotl get advice."""
+    """The commands, listed with whole sentences, not cut at the end of a line; those of others get advice."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0].replace("_", "-")

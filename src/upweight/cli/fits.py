@@ -34,6 +34,7 @@ ADAPTER_KEYS = {
     PACKED: "'adapter: qlora' with 'load_in_4bit: true' and 'quantize_moe_experts: true'",
 }
 SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
+MIXTURE = re.compile(r"\d+x\d+(\.\d+)?B|\dB-A\d+(\.\d+)?B", re.IGNORECASE)  # in the name of a mixture of experts
 # How a method is chosen that `rl` does not name.
 CHOSEN = {"sft": {}, "reward": {"reward_model": True}, "prm": {"process_reward_model": True}}
 ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it is set"
@@ -82,8 +83,11 @@ def run(target: str | Path, overrides: list[str], *, memory: float | None, metho
             remedy = (
                 "The weights are not needed here: `upweight fits FOLDER` reads a folder with the model's config.json"
             )
-            size = near_size(str(config.model.base_model))
-            raise UserError(f"{error}. {remedy}, and `upweight fits {size}` a shape of that size.") from error
+            model = str(config.model.base_model)
+            of_size = f", and `upweight fits {near_size(model)}` a shape of that size"
+            if MIXTURE.search(model):
+                of_size = "; of mixtures of experts no shape is known by its size"
+            raise UserError(f"{error}. {remedy}{of_size}.") from error
     if name is not None:
         print(f"{target} is counted with the shape of {name}")
     print("\n".join(lines))

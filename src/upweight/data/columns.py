@@ -68,6 +68,7 @@ FOREIGN = {
     "expected": "erwartet attendu attendue esperado esperada atteso attesa 期望 ergebnis resultado risultato 结果",
     "better": "besser bessere meilleur meilleure mejor melhor migliore 更好",
     "worse": "schlechter schlechtere pire peor pior peggiore 更差",
+    "winner": "gewinner sieger gagnant gagnante ganador ganadora vencedor vencedora vincitore vincitrice 胜者",
     "chosen": "gewahlt gewaehlt choisi choisie elegido elegida escolhido escolhida scelto scelta 选中",
     "rejected": "abgelehnt rejete rejetee rechazado rechazada rejeitado rejeitada rifiutato rifiutata 拒绝",
     "rating": "bewertung calificacion avaliacao valutazione 评分",

@@ -119,6 +119,37 @@ def test_answers_with_names_in_another_language_become_pairs(go, tmp_path):
     assert rows_read(tmp_path) == PAIRS
 
 
+@pytest.mark.parametrize("name", ["Gewinner", "Besser", "Urteil"])
+def test_a_winner_in_another_language_is_read_with_its_words_for_neither(go, tmp_path, name):
+    text = COMPARED.replace("Antwort 1;Antwort 2;Besser", f"Antwort A;Antwort B;{name}").replace(";tie", ";beide")
+    assert go("mine.csv", text) is None
+    assert rows_read(tmp_path) == PAIRS
+
+
+def test_words_of_a_winner_that_are_not_known_are_asked_for(go, tmp_path):
+    text = COMPARED.replace("Antwort 1;Antwort 2;Besser", "Antwort A;Antwort B;Urteil").replace(";tie", ";Chef fragen")
+    problem = go("mine.csv", text)
+    assert asked(problem, "--values") == "a=?,b=?,Chef fragen=?"
+    assert go("mine.csv", columns=asked(problem, "--columns"), values="a=answer_a,b=answer_b") is None
+    assert rows_read(tmp_path) == PAIRS
+
+
+def test_ratings_beside_numbered_answers_are_no_winner(go, tmp_path):
+    lines = "".join(f"What is {n} so?;It is {n}.;It was {n}.;{n}\n" for n in (1, 2, 3, 4))
+    assert go("mine.csv", "Frage;Antwort 1;Antwort 2;Urteil\n" + lines) is None
+    assert "rl" not in read_config(tmp_path)
+
+
+def test_a_column_of_numbers_that_no_reward_reads_is_named(go, tmp_path, caplog):
+    caplog.set_level("INFO")
+    sums = "id,question,result\n1,What do two cost?,8 €\n2,What do three cost?,12\n3,What do two more cost?,8\n"
+    assert go("sums.csv", sums) is None
+    named = asked(caplog.text.partition("'result' holds numbers")[2], "--columns")
+    assert named == "prompt=question,answer=result"
+    assert go("sums.csv", method="grpo", columns=named) is None
+    assert read_config(tmp_path)["trl"]["reward_funcs"] == ["numeric(column='result')"]
+
+
 def test_values_with_commas_are_named_with_semicolons(go, tmp_path):
     rows = [(f"Wie {n}?", f"So {n}.", ("2,5", "4,5", "3,5")[n % 3]) for n in range(12)]
     text = "Kunde;Wir;Urteil\n" + "".join(";".join(row) + "\n" for row in rows)

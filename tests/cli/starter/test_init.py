@@ -166,6 +166,7 @@ def test_nothing_is_written_over_and_nothing_half_written(tmp_path):
     done = command("init", "grpo", tmp_path)
     assert isinstance(done.exception, UserError)
     assert "rewards.py would be written over" in str(done.exception)
+    assert f"`upweight init grpo {tmp_path}-2`" in str(done.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
     assert (tmp_path / "rewards.py").read_text() == "mine"
 

@@ -1,6 +1,7 @@
 """`upweight init`: a folder to start from: a commented config, sample rows, rewards, and what to do with them."""
 
 import inspect
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,9 @@ def write_starter(method: str, folder: Path, *, tiny: bool = False) -> Path:
     drawn = {name_of(number): picture(number) for number in range(_pictures_of(files))}
     there = [name for name in (*files, *drawn, *models) if (folder / name).exists()]
     if there:
-        raise UserError(f"{folder}: {', '.join(there)} would be written over. Name another folder.")
+        other = folder.parent / f"{folder.resolve().name}-2"
+        again = f"upweight init {method} {shlex.quote(str(other))}{' --tiny' if tiny else ''}"
+        raise UserError(f"{folder}: {', '.join(there)} would be written over. Name another folder: `{again}`")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -29,6 +29,7 @@ from upweight.cli.starter.plan import (
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns
 from upweight.cli.starter.unrecognised import UnknownColumns, unrecognised
 from upweight.data.columns import ROLES, misses_columns
+from upweight.data.raw_row import word_of
 from upweight.errors import UserError, did_you_mean
 from upweight.log import counted, fitted
 
@@ -258,7 +259,9 @@ def _missing_problem(plan: Plan, column_of: Mapping[str, str]) -> str:
 def _unread_notes(plan: Plan) -> list[str]:
     """Return which columns the method does not read, and what ratings are good for."""
     if plan.method == "grpo":  # whose rewards get every column
-        rated = [name for name in plan.table.columns if plan.answer and feedback.is_rating(name, plan.table)]
+        if plan.answer is None:
+            return _answer_advice(plan)
+        rated = [name for name in plan.table.columns if feedback.is_rating(name, plan.table)]
         return [f"{name!r} holds ratings, and the reward takes every {plan.answer!r} for a right one" for name in rated]
     mapped = mapped_columns(plan.entry)
     read = {*mapped, "system", "input", "margin"} if mapped else READ
@@ -271,6 +274,19 @@ def _unread_notes(plan: Plan) -> list[str]:
     if (marked := feedback.labels_in_words(plan.table)) is not None:
         notes.append(feedback.label_advice(*marked))
     return notes
+
+
+def _answer_advice(plan: Plan) -> list[str]:
+    """Return which column of numbers may be the right answers; one that counts rows, or rates them, is none."""
+    table, prompt = plan.table, plan.table.roles("prompts").get("prompt")
+    for name in (one for one in table.columns if one != prompt and plan.has_numbers(one)):
+        cells = [word_of(row.get(name)) for row in table.rows]
+        counts_rows = all(cell.isdigit() for cell in cells) and sorted({*map(int, cells)}) == [*map(int, cells)]
+        if not counts_rows and not feedback.is_rating(name, table):
+            named = shlex.quote(f"prompt={prompt},answer={name}")
+            command = f"upweight new {shlex.quote(str(plan.file))} --method grpo --columns {named}"
+            return [f"{name!r} holds numbers: if these are the right answers, `{command}` compares with them"]
+    return []
 
 
 def _fit_model(plan: Plan, output: Path) -> None:

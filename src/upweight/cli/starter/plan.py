@@ -13,6 +13,7 @@ KINDS = {"dpo": "pairs", "simpo": "pairs", "orpo": "pairs", "ipo": "pairs", "rew
 # Columns that are read where no mapping names others.
 READ = {"prompt", "chosen", "rejected", "completion", "label", "messages", "conversations", "instruction", "input",
         "output", "text", "system", "tools", "margin", "image", "images", "input_ids", "labels"}  # fmt: skip
+NUMBER = re.compile(r"[-+]?[$€£¥]? ?\d+([.,]\d+)* ?[$€£¥%]?")  # what the reward `numeric` reads whole
 HEADS = {
     "reward": "reward_model: true",
     "sft": "",
@@ -54,9 +55,9 @@ class Plan:
         return self.table.rows
 
     def has_numbers(self, column: str) -> bool:
-        """Return whether a column holds numbers alone, as texts or not."""
+        """Return whether a column holds numbers alone, as texts or not, with the sign of a currency or without."""
         values = [str(row[column]).strip() for row in self.rows if row.get(column) not in (None, "")]
-        return bool(values) and all(re.fullmatch(r"[-+]?\d+([.,]\d+)*", value) for value in values)
+        return bool(values) and all(NUMBER.fullmatch(value) for value in values)
 
 
 def mapped_columns(entry: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,10 @@ ALIASES = {"instruction": "prompt", "output": "completion", "answer": "completio
 MARKS = ("label", "winner")  # roles whose columns hold few and short values
 PREFERS = {"preferred", "preference", "prefers", "prefer", "winner", "better", "best", "choice", "chosen", "selected",
            "pick", "picked", "vote", "verdict"}  # fmt: skip
-UNDECIDED = {"", "tie", "draw", "equal", "same", "both", "neither", "none"}
+UNDECIDED = {"", "tie", "tied", "draw", "equal", "same", "both", "neither", "none", "either", "unsure", "unclear",
+             "beide", "keine", "keiner", "gleich", "gleichwertig", "unentschieden", "egal", "les deux", "aucun",
+             "aucune", "egalite", "égalité", "ambos", "ambas", "ninguno", "ninguna", "empate", "nenhum", "nenhuma",
+             "entrambi", "entrambe", "nessuno", "nessuna", "pareggio", "平", "平局"}  # fmt: skip
 ORDERED = (("a", "b"), ("1", "2"), ("left", "right"), ("first", "second"))  # marks of the first and the second answer
 FEW, SHORT = 5, 30  # values of a column of labels, and characters of one
 GRADES = 3  # values of a column that marks rows as good or bad; one with more says what they are about
@@ -121,9 +124,17 @@ class Table:
             prefers = bool(PREFERS & set(words_of(name)))
             is_sure = len(named) > (0 if prefers else 1) and (prefers or all(map(_is_answer, named)))
             compares = prefers and len(self._answers(name)) > 1 and not paired and len(marks) <= FEW
-            if marks and (is_sure or compares):
+            if marks and (is_sure or compares or self._names_answers(name, marks)):
                 return self._preference(name)
         return None
+
+    def _names_answers(self, winner: str, marks: set[str]) -> bool:
+        """Return whether marks name answers, but for words whose meaning is not known; other numbers are ratings."""
+        columns = [name for name in self.columns if name != winner]
+        strays = {mark for mark in marks if not any(mark in _tags(name) for name in columns)}
+        named = self._named_by(winner, marks - strays)
+        has_words = not any(letter.isdigit() for mark in strays for letter in mark)
+        return has_words and len(marks) <= FEW and len(named) > 1 and all(map(_is_answer, named))
 
     def _preference(self, winner: str) -> Preference:
         marks = [value for value in self.values(winner) if plain(value) not in UNDECIDED]
