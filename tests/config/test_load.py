@@ -100,6 +100,7 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
         ({"trl": {"learning_rate": 1e-5}}, "trl.learning_rate: belongs at the top level"),
         ({"split": "train"}, "split: belongs under 'datasets[...]'"),
         ({"rl": "dpo", "loss_type": "ipo"}, "with 'rl: dpo' it is 'dpo_loss_type'"),
+        ({"rl": "dpo", "beta": 0.1}, "for preferences it is 'rl_beta'"),
         ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
         ({"rl": "ppo"}, "PPO needs a value model, which is not here. 'rl: grpo' learns from the same rewards"),
         ({"rl": "DR-GRPO"}, "Write 'rl: grpo' with 'trl: {loss_type: dr_grpo}'."),

@@ -22,7 +22,7 @@ def test_exponents_are_numbers(tmp_path, text, value):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: 1\na: 2\n", "line 2, column 1: key 'a' is repeated."),
+        ("a: 1\na: 2\n", "line 2, column 1: key 'a' is repeated, after line 1; keep one."),
         ("a: [1\n", "line"),
         ("a: &x [*x]\n", "nested"),
         ("[" * 2000 + "]" * 2000, "is nested too deeply."),

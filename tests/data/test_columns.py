@@ -194,6 +194,13 @@ def test_an_empty_cell_is_named_with_the_filter_that_leaves_it_out(run):
     assert "other names" not in str(error.value)
 
 
+def test_an_empty_row_is_answered_with_the_filter_and_not_with_names_of_columns(run):
+    rows = [{"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {}]
+    with pytest.raises(UserError, match=r"row 1 .*The row is empty: `filter: filters\.keep` .*bool\(row\)") as error:
+        run(rows, rl="dpo", datasets=[{"path": "rows.jsonl"}], chat_template="chatml")
+    assert "other names" not in str(error.value)
+
+
 def test_an_empty_conversation_is_named_with_the_filter_that_leaves_it_out(run):
     talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
     rows = [{"conversations": talk}, {"conversations": []}]

@@ -29,7 +29,7 @@ def too_much(prompts, trainer):
 """
 # the verdict of a tiny run, what it trains with, and a key that the remedy names
 MADE = {
-    "no signal": ({"max_steps": 20}, {"reward_funcs": ["sick.nothing"]}, "upweight rewards CONFIG"),
+    "no signal": ({"max_steps": 20}, {"reward_funcs": ["sick.nothing"]}, "/out/config.yaml`"),
     "truncated": ({"max_steps": 10}, {"max_completion_length": 2}, "trl.max_completion_length"),
     "mode collapse": ({"max_steps": 10, "learning_rate": 1e-9}, {"temperature": 0.00001}, "trl.temperature"),
     "kl explosion": ({"max_steps": 8, "learning_rate": 3.0}, {"beta": 0.001}, "trl.beta"),
@@ -64,6 +64,14 @@ def test_a_young_run_is_not_called_well(tmp_path):
     assert {one["name"]: one["step"] for one in finding.evidence["waiting"]}["no signal"] == 20
     recorded(tmp_path, run_of({**HEALTHY, "reward": learning}))
     assert [one.what for one in check_run(tmp_path) if one.level == "ok"][-1] == "health"
+
+
+def test_remedies_name_the_config_of_the_run_as_it_is_typed(tmp_path):
+    _, usual, then = next(case for case in SICK if case[0] == "no signal")
+    sick = recorded(tmp_path, run_of(usual, then))
+    assert "`upweight rewards CONFIG`" in wrong(sick)["no signal"].remedy
+    (sick / "config.yaml").touch()
+    assert f"`upweight rewards {tmp_path}/config.yaml`" in wrong(sick)["no signal"].remedy
 
 
 @pytest.mark.parametrize("name", slow_except(["truncated"], MADE))

@@ -53,3 +53,8 @@ def test_a_file_that_may_have_any_name_is_no_problem(text, tmp_path):
 
 def test_files_that_are_not_here_and_built_in_rewards_are_left_to_training(tmp_path):
     assert problems(tmp_path, "package.module.reward", "length") == []
+
+
+def test_a_module_that_is_not_here_is_answered_with_a_file_of_a_similar_name(tmp_path):
+    (problem,) = problems(tmp_path, "mines.good", "elsewhere.good", "json.loads")
+    assert problem == "trl.reward_funcs: there is no mines.py here, and no such package. Did you mean 'mine'?"

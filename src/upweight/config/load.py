@@ -118,6 +118,7 @@ def _suggestion(path: str, value: Any) -> str:
         homes.append("datasets[...]")
     homes = [f"under '{home}'" if home else "at the top level" for home in dict.fromkeys(homes)]
     prefixed = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
+    prefixed += f"; for preferences it is 'rl_{name}'" if f"rl_{name}" in known else ""
     if homes:
         return f"belongs {' or '.join(homes)}{prefixed}"
     names = [last for home, _, last in parts.values() if home == block]

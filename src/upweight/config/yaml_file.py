@@ -26,12 +26,13 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that reads `1e-5` as a number and rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen: dict[str, int] = {}
         for key_node, _ in node.value:
             key = str(key_node.value)
             if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is repeated", key_node.start_mark)
-            seen.add(key)
+                problem = f"key '{key}' is repeated, after line {seen[key]}; keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -237,8 +237,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
     """Return the error about a row: dataset, row number, key, what was expected, and the columns of `content`."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and (name := _empty_cell(job, key, content)) is not None:
-        keep = f"def keep(row): return bool(row[{name!r}])"
-        remedy = f"`filter: filters.keep` in the entry leaves such rows out, with `{keep}` in filters.py"
+        remedy = _leaving_out(f"bool(row[{name!r}])")
         if _of_script(job):
             remedy = f"`filter(lambda row: row[{name!r}])` of the dataset leaves such rows out"
         columns = f". Its {name!r} is empty: {remedy}"
@@ -250,6 +249,8 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         columns = f". The row's {_column_of(job, error.key)!r} is not empty: `chat_template` writes nothing of it"
     elif isinstance(content, Mapping) and (name := _mapped_column(job, key)) in content:
         columns = f", read from {name!r}. Mend the row, or leave it out by `filter`"
+    elif isinstance(content, Mapping) and not content and not _of_script(job):
+        columns = f". The row is empty: {_leaving_out('bool(row)')}"
     elif isinstance(content, Mapping) and key not in (*content, "images") and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         field, column = _absent_column(job, content)
@@ -258,6 +259,12 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserErro
         advice = "" if field else f" {_rename_advice(job, content)}"
         columns = f".{named}{near} The row has {names}.{advice}"
     return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
+
+
+def _leaving_out(condition: str) -> str:
+    """Return the remedy for rows that do not fulfil a condition, written in Python."""
+    keep = f"def keep(row): return {condition}"
+    return f"`filter: filters.keep` in the entry leaves such rows out, with `{keep}` in filters.py"
 
 
 def _empty_cell(job: EncodeJob, key: str, row: Mapping[str, Any]) -> str | None:

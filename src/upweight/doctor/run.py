@@ -1,6 +1,7 @@
 """Checks a run folder: how the run ended, and what the health rules report about its metrics."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -69,7 +70,11 @@ def check_run(folder: Path) -> list[Finding]:
         )
     failed, remedies = ended.level == "alarm", _remedies_of_script(folder) if "settings" in record else {}
     warnings = [Finding("warning", "keys", warning) for warning in settings_warnings(folder, record)]
-    return [ended, *damaged, *warnings, *_check_health(rows, remedies, failed=failed)]
+    health = list(_check_health(rows, remedies, failed=failed))
+    if "settings" not in record and (folder / CONFIG).is_file():  # a script has no config to name
+        typed = shlex.quote(str(folder / CONFIG))
+        health = [replace(one, remedy=re.sub(r"\bCONFIG\b", lambda _: typed, one.remedy)) for one in health]
+    return [ended, *damaged, *warnings, *health]
 
 
 def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:

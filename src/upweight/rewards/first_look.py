@@ -1,6 +1,7 @@
 """What can be said of a config's reward functions without running their files."""
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,18 @@ def reward_problems(config: Config) -> Iterator[str]:
     for stage in config.stages or (config,):
         for path in filter(is_path, stage.rollout.reward_funcs):
             file = local_file(path, stage.folder)
-            problem = None if file is None else _problem(file, path.rpartition(":" if ":" in path else ".")[2])
+            module, _, name = path.rpartition(":" if ":" in path else ".")
+            problem = _mistyped_file(module, stage.folder) if file is None else _problem(file, name)
             if problem is not None:
                 yield f"trl.reward_funcs: {problem}"
+
+
+def _mistyped_file(module: str, folder: Path) -> str | None:
+    """Return the message about a module that is neither here nor installed, where a file here has a similar name."""
+    if not module.isidentifier() or importlib.util.find_spec(module) is not None:
+        return None
+    near = did_you_mean(module, {file.stem for root in (Path.cwd(), folder) for file in root.glob("*.py")})
+    return f"there is no {module}.py here, and no such package.{near}" if near else None
 
 
 def _problem(file: Path, name: str) -> str | None:

@@ -150,6 +150,10 @@ BROKEN = {
     "dataset_contamination_check: there are no": {**WHOLE, "dataset_contamination_check": "warn"},
     "datasets[0]: names no data": {**WHOLE, "datasets": [{"type": "alpaca"}]},
     "datasets[0].type: there is no format": {**WHOLE, "rl": "dpo", "datasets": [{"path": "d", "type": "chat_templat"}]},
+    "datasets[0].type: there is no format 'chatml.intell'. Did you mean 'chatml.intel'?": {
+        **DPO, "datasets": [{"path": "d", "type": "chatml.intell"}],
+    },
+    "datasets[0].split: 'train[:50%' is no split": {**WHOLE, "datasets": [{"path": "d", "split": "train[:50%"}]},
     "chat_template: there is no": {**WHOLE, "chat_template": "chatlm"},
     "datasets[0].chat_template: there": {**WHOLE, "datasets": [{"path": "d", "chat_template": "chatlm"}]},
     "trl.rollout_backend: cannot be used with 'trl.use_vllm'": served(rollout_backend="b.C"),

@@ -1,5 +1,6 @@
 """Rules about data: sources, shards, evaluation splits, formats and chat templates."""
 
+import re
 from collections.abc import Iterator
 
 from upweight.config.config import Config, how_to_choose
@@ -7,7 +8,10 @@ from upweight.config.peers import FORMAT_NAMES
 from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, DataSection, DatasetSpec, UserFormat
 from upweight.errors import did_you_mean
 from upweight.methods import METHODS
+from upweight.user_modules import local_file
 
+FAMILIES = {name.partition(".")[0] for names in FORMAT_NAMES.values() for name in names}
+SPLIT = re.compile(r"[\w.-]+(\[[^\[\]:]*:[^\[\]:]*\])?(\(\w+\))?")  # as `datasets` reads it
 CHAT_KINDS = ("pairs", "labelled", "text", "prompts")  # formats whose plain texts can be made turns
 
 
@@ -24,6 +28,8 @@ def sources(config: Config) -> Iterator[str]:
     for key, row in entries(config):
         if row.path is None and row.data_files is None:
             yield f"{key}: names no data. Set 'path' or 'data_files'."
+        if row.split and not all(SPLIT.fullmatch(part.strip()) for part in row.split.split("+")):
+            yield f"{key}.split: '{row.split}' is no split. Slices are written 'train[:10%]' or 'train[5:50]'."
         if row.filter and "." not in row.filter.strip("."):
             yield f"{key}.filter: there is no '{row.filter}'. Name a function as 'file.function'."
         if row.shards and row.shards_idx >= row.shards:
@@ -64,6 +70,8 @@ def formats_are_known(config: Config) -> Iterator[str]:
         if others := [how_to_choose(n) for n, method in METHODS.items() if row.type in FORMAT_NAMES[method.formats()]]:
             problem = f"'{row.type}' is for {', '.join(others)}, not for {name}."
             yield f"{key}.type: {problem} Known here: {', '.join(names)}."
+        elif row.type.partition(".")[0] in FAMILIES and local_file(row.type, config.folder) is None:
+            yield f"{key}.type: there is no format '{row.type}'.{did_you_mean(row.type, names)}"
         elif "." not in row.type:
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
             yield f"{key}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."

@@ -226,7 +226,8 @@ def fsdp(config: Config) -> Iterator[str]:
     if not section.fsdp:
         return
     if config.optim.optimizer in FROM_BITSANDBYTES:
-        yield "optimizer: bitsandbytes does not know shards; use 'adamw_torch_8bit' or 'adamw_torch_fused'."
+        remedy = "use 'adamw_torch_8bit' or 'adamw_torch_fused', or on one device remove 'fsdp' and 'fsdp_config'"
+        yield f"optimizer: bitsandbytes does not know the shards of FSDP; {remedy}."
     if config.run.save_only_model and section.state_dict == "SHARDED_STATE_DICT":
         yield "save_only_model: needs whole weights; set 'fsdp_config.state_dict_type: FULL_STATE_DICT'."
     if section.wrap_policy == "SIZE_BASED_WRAP":

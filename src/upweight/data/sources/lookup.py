@@ -67,6 +67,11 @@ def cannot_be_on_hub(path: str) -> bool:
     return by_form or file_suffix(Path(path)) in FILE_KINDS
 
 
+def _is_mistyped(path: str, folder: Path) -> bool:
+    """Return whether a path that might be on the hub, without an owner but with an ending, is like a file beside it."""
+    return "/" not in path and bool(Path(path).suffix) and bool(similar_to(path, folder))
+
+
 def missing_path(path: str, folder: Path) -> str:
     """Return the message about a local path at which there is nothing."""
     return f"there is no such file or folder. Tried {paths_tried(path, folder)}.{similar_to(path, folder)}"
@@ -99,5 +104,5 @@ def missing_files(entry: DatasetSpec, folder: Path) -> Iterator[str]:
         files, tried = matches(path, None, folder)
         if not files:
             yield no_match(path, tried)
-    elif local is None and cannot_be_on_hub(path):
+    elif local is None and (cannot_be_on_hub(path) or _is_mistyped(path, folder)):
         yield missing_path(path, folder)
