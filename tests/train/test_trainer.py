@@ -14,7 +14,7 @@ from upweight.train.trainer import MethodTrainer
 OVERRIDDEN = {
     "__init__", "create_model_card", "create_optimizer", "create_scheduler", "evaluate", "floating_point_ops",
     "get_batch_samples", "get_eval_dataloader", "get_train_dataloader", "init_hf_repo", "log", "loss_is_scaled_for_ga",
-    "predict", "save_model", "train", "training_step",
+    "predict", "push_to_hub", "save_model", "train", "training_step",
 }  # fmt: skip
 
 

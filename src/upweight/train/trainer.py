@@ -1,5 +1,6 @@
 """The training loop: transformers' Trainer with losses divided by the counts of the whole step."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -254,16 +255,12 @@ class MethodTrainer(Trainer):
         try:
             parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         except EvaluationLeft:
-            return {}
+            return {} if best is None else {f"eval_{best.removeprefix('eval_')}": math.nan}  # better than none
         metrics = {name: value for part in parts for name, value in part.items()}
         if self.is_in_train and best is not None and f"eval_{best.removeprefix('eval_')}" not in metrics:
             has = ", ".join(name.removeprefix("eval_") for name in metrics)
             raise UserError(f"metric_for_best_model: evaluations have no '{best}'. They have {has}.")
         return metrics
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Return whether the weights are the best so far, or to be saved since their evaluation was left."""
-        return not metrics or super()._determine_best_metric(metrics, trial)
 
     def _eval_rows(self, passed: Any) -> Any:
         """Return prepared evaluation rows: of those passed, or of `eval_dataset`, which a script may have replaced."""

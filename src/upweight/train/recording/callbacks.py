@@ -18,6 +18,7 @@ from typing import Any
 from accelerate import PartialState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from upweight.callbacks import callbacks_of
 from upweight.config import Config
@@ -67,6 +68,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.caught, self._process = 0, os.getpid()
         self._before: dict[signal.Signals, Any] = {}
+        self._strategy: tuple[Any, Any] | None = None  # arguments whose `save_strategy` is changed, and what it was
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
@@ -93,13 +95,19 @@ class StopOnSignal(TrainerCallback):
             logger.warning("the evaluation at step %d is left%s", trainer.state.global_step, uncounted)
             trainer.control.should_save = trainer.control.should_training_stop = True
             trainer.control.should_evaluate = False
+            # By "best", the Trainer would save only what this evaluation shows to be better.
+            self._strategy = trainer.args, trainer.args.save_strategy
+            trainer.args.save_strategy = SaveStrategy.STEPS
             raise EvaluationLeft
 
     def restore(self) -> None:
-        """Restore the signal handlers of before the training."""
+        """Restore the signal handlers of before the training, and what a signal has changed."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._strategy is not None:
+            arguments, arguments.save_strategy = self._strategy
+            self._strategy = None
 
     def exit_if_signalled(self, state: Any) -> None:
         """Leave the run as the signal asks, if one was caught; call it once the checkpoint is written."""
