@@ -43,10 +43,13 @@ def random_base(work: dict[str, Any]) -> Any:
 
 def base_of(work: dict[str, Any]) -> Any:
     """The case's model; where it is quantised, the one that lies in the case's folder, with linear layers in 4 bits."""
-    if not work.get("quantised"):
-        return random_base(work)
-    content = {"base_model": work["model"], "adapter": "qlora", "load_in_4bit": True}
-    config = parse_config(content, folder=Path.cwd(), fragment=True)
+    return quantised_base(Path(work["model"])) if work.get("quantised") else random_base(work)
+
+
+def quantised_base(folder: Path, key: str = "load_in_4bit") -> Any:
+    """The model of a folder, quantised as a key asks for."""
+    kind = "qlora" if key == "load_in_4bit" else "lora"
+    config = parse_config({"base_model": str(folder), "adapter": kind, key: True}, folder=folder, fragment=True)
     return load_model(config.model, torch.bfloat16, head="tokens", tokenizer=None, adapter=config.adapter, seed=0)
 
 

@@ -24,14 +24,12 @@ import torch
 from transformers import Qwen2Config
 
 from bench.gpu_generate import difference
-from bench.gpu_ours import random_base
+from bench.gpu_ours import quantised_base, random_base
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE, VOCABULARY
-from upweight.config.load import parse_config
 from upweight.config.sections.model import AdapterSection
 from upweight.engine import Engine
 from upweight.models.adapters.attach import attach_adapter
-from upweight.models.load import load_model
 from upweight.models.precision import set_up_precision
 from upweight.sampler.in_process import InProcess
 from upweight.types import Sampling
@@ -84,11 +82,7 @@ def policy(case: Case) -> Any:
             base.save_pretrained(folder)
             del base
             torch.cuda.empty_cache()
-            kind = "qlora" if case.load_in == "load_in_4bit" else "lora"
-            content = {"base_model": folder, "adapter": kind, case.load_in: True}
-            config = parse_config(content, folder=Path(folder), fragment=True)
-            options = {"head": "tokens", "tokenizer": None, "adapter": config.adapter, "seed": 0}
-            base = load_model(config.model, torch.bfloat16, **options)
+            base = quantised_base(Path(folder), case.load_in)
     if not case.lora:
         return base.requires_grad_(False)
     model = attach_adapter(base, section)

@@ -20,7 +20,7 @@ from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
-from upweight.errors import UserError, did_you_mean
+from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method
 from upweight.models.processor import ImageReader, image_reader
@@ -99,9 +99,6 @@ def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Trans
         if file:
             warn_once(f"datasets.type: '{name}' is a built-in format; {file} is not used. Rename the file to use it.")
         return None
-    families = {known.split(".")[0] for names in FORMATS.values() for known in names}
-    if name.split(".")[0] in families and not file:
-        raise UserError(f"datasets.type: there is no format '{name}'.{did_you_mean(name, formats)}")
     try:
         function = load_function(name, folder, "datasets.type")
     except UserError as error:

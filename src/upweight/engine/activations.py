@@ -269,8 +269,8 @@ class _OnHost:
 class _HostBuffers:
     """Host memory for the activations of one device, used again from step to step."""
 
-    # torch's own cache of pinned memory is emptied whenever a CUDA graph is captured, and pinning anew takes longer
-    # than a step. A buffer may be given back before its last copy has ended: one stream makes all copies in order.
+    # torch's own cache of pinned memory is emptied whenever a CUDA graph is captured, and pinning anew takes as long
+    # as a step. A buffer may be given back before its last copy has ended: one stream makes all copies in order.
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned

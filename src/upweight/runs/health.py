@@ -247,9 +247,9 @@ class Health:
 def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
     """Return every verdict on a run, from the rows of its metrics.jsonl, without those that later ones replace."""
     health = Health()
-    found = [verdict for row in rows for verdict in health.take(row)]
-    left_out = outdated(verdict.name for verdict in found)
-    return [verdict for verdict in found if verdict.name not in left_out]
+    given = [verdict for row in rows for verdict in health.take(row)]
+    left_out = outdated(verdict.name for verdict in given)
+    return [verdict for verdict in given if verdict.name not in left_out]
 
 
 def outdated(names: Iterable[str]) -> set[str]:

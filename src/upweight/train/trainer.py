@@ -255,7 +255,7 @@ class MethodTrainer(Trainer):
         try:
             parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         except EvaluationLeft:
-            return {} if best is None else {f"eval_{best.removeprefix('eval_')}": math.nan}  # better than none
+            return {} if best is None else {f"eval_{best.removeprefix('eval_')}": math.nan}  # never better
         metrics = {name: value for part in parts for name, value in part.items()}
         if self.is_in_train and best is not None and f"eval_{best.removeprefix('eval_')}" not in metrics:
             has = ", ".join(name.removeprefix("eval_") for name in metrics)

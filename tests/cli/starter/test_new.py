@@ -17,6 +17,7 @@ from upweight.cli.starter.new import _fit_model, _typed_table, new, propose
 from upweight.cli.starter.plan import Plan, content
 from upweight.cli.starter.table import Table
 from upweight.errors import UserError
+from upweight.models.hub import models_here
 from upweight.rewards.builtin.spec import builtin_reward, check_specs
 
 TEMPLATE = """{% for one in messages %}<|im_start|>{{ one.role }}
@@ -234,6 +235,8 @@ def test_a_model_that_is_not_there_is_said_and_the_config_is_written(tmp_path):
     file, missing, onward = done.stdout.splitlines()
     assert file == "config.yaml"
     assert missing.startswith("base_model: could not load the tokenizer of 'nobody/nothing': it is not on this machine")
+    if models_here():
+        pytest.skip("a model of this machine (that of `make demo`) is named in place of a tiny one")
     commands = onward.partition(": ")[2].split(", then ")
     assert commands[0] == "upweight init sft tiny-model --tiny"
     for command in commands[:2]:

@@ -217,8 +217,8 @@ def _halves(name: str, table: Table) -> str:
     return ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
 
 
-def ratings_unsaid(table: Table) -> tuple[str, str] | None:
-    """Return a column of ratings of which nobody said which are good, with those that likely are; None without one."""
+def ratings_without_meaning(table: Table) -> tuple[str, str] | None:
+    """Return a column of ratings whose good ones nobody has named, with those that likely are; None without one."""
     name = table.roles("labelled").get("label") or next((one for one in table.columns if is_rating(one, table)), None)
     if name is None or table.meanings or table.good_from is not None or not is_rating(name, table):
         return None

@@ -117,15 +117,15 @@ def _planned(
         hint = method_advice(method) or did_you_mean(method, KINDS)
         raise UserError(f"--method {method}: none of {', '.join(KINDS)}.{hint}")
     if ask is _ask and KINDS[method] == "labelled" and winner is None:
-        table = _with_meant_ratings(table)
+        table = _with_good_ratings(table)
     plan = Plan(table, method, "", gpu=memory)
     _map_columns(plan, winner)
     return plan
 
 
-def _with_meant_ratings(table: Table) -> Table:
+def _with_good_ratings(table: Table) -> Table:
     """Return the table with what its user says of a column of ratings, if it has one whose meaning is not known."""
-    rated = feedback.ratings_unsaid(table)
+    rated = feedback.ratings_without_meaning(table)
     if rated is None:
         return table
     name, proposed = rated

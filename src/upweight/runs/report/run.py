@@ -84,9 +84,9 @@ class RunReader:
         return self.warnings[1]
 
     def _verdicts(self) -> list[dict[str, Any]]:
-        found = self.health.read()
-        left_out = outdated(str(verdict.get("name")) for verdict in found)
-        return [verdict for verdict in found if verdict.get("name") not in left_out]
+        verdicts = self.health.read()
+        left_out = outdated(str(verdict.get("name")) for verdict in verdicts)
+        return [verdict for verdict in verdicts if verdict.get("name") not in left_out]
 
     def _config_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the resolved config, or the settings in a script's record, without secrets."""

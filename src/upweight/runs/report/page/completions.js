@@ -227,7 +227,7 @@ function answerCard(row, wanted, largest, shared, count) {
     row.advantage !== undefined && el("span", { class: `advantage ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`, title: "Advantage: how much better than its group" },
       `${row.advantage > 0 ? "\u25b2" : row.advantage < 0 ? "\u25bc" : ""} ${signed(row.advantage)}`),
     row.tokens !== undefined && el("span", { class: "small" }, plural(row.tokens, "token")),
-    row.finished === false && el("span", { class: "tag", title: "Did not end by itself" }, "cut at the limit"),
+    row.finished === false && el("span", { class: "tag", title: "Did not end by itself" }, "cut off"),
     row.failure !== undefined && el("span", { class: "tag", title: "Its environment broke: nothing is learned from it" }, `masked: ${row.failure}`));
   const messages = row.messages || row.completion || [];
   const tokens = tokenised(row, largest);
