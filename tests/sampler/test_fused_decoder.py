@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tiny_models import drawn, tiny
-from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.engine import Engine
 from upweight.models.adapters.attach import attach_adapter
+from upweight.models.load import load_model
 from upweight.models.modules import replaced_forwards, unwrap_peft
 from upweight.sampler.forward import CachedForward
 from upweight.sampler.fused_decoder import FusedDecoder, fused_decoder
@@ -52,14 +53,19 @@ def test_layers_with_another_residual_have_other_logits_and_are_not_taken():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("adapter", [None, "lora", "qlora"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_sampling_by_kernels_has_the_log_probs_of_the_model(kind: str, lora: bool, monkeypatch):
+def test_sampling_by_kernels_has_the_log_probs_of_the_model(kind: str, adapter: str | None, monkeypatch, tmp_path):
     used = []
     call = FusedDecoder.__call__
     monkeypatch.setattr(FusedDecoder, "__call__", lambda *args, **kwargs: used.append(1) or call(*args, **kwargs))
     model = tiny(kind, hidden_size=64, intermediate_size=96).bfloat16().cuda().requires_grad_(False)
-    if lora:
+    if adapter == "qlora":
+        pytest.importorskip("bitsandbytes")
+        model.save_pretrained(tmp_path)
+        section = AdapterSection(kind="qlora", load_in_4bit=True)
+        model = load_model(ModelSection(base_model=str(tmp_path)), torch.bfloat16, adapter=section)
+    if adapter is not None:
         model = attach_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8, target_linear=True)).bfloat16()
         for name, weight in model.named_parameters():
             if "lora_B" in name:

@@ -13,13 +13,14 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from huggingface_hub import constants
-from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, is_few, plain_adapter
+from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, has_form, is_few, plain_adapter
+from upweight.models.kernels.packed_product import readable
 from upweight.models.kernels.recompute import draws, recompute_layer
 from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
 from upweight.models.modules import context_value, wrap_forward
@@ -86,19 +87,20 @@ def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any
 def add_adapters_in_place(model: nn.Module) -> None:
     """Let plain LoRA layers add their term inside the matrix product; PEFT takes three passes over the output."""
     for module in model.modules():
-        if type(module) is LoraLinear:
+        if isinstance(module, LoraLayer) and has_form(module):
             wrap_forward(module, _lora_forward)
 
 
-def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the base layer's output plus the active adapter's term; layers that are not plain run PEFT's forward."""
     plain = None if args or kwargs else plain_adapter(self, x)
     if plain is None:
         return self.__dict__["_stock_forward"](x, *args, **kwargs)
     weight, bias, down, up, scaling = plain
     x_ND = x.reshape(-1, x.shape[-1])
-    if few_rows is not None and is_few(x_ND, len(weight)) and len(down) <= few_rows.MOST_RANK:
-        out = few_rows.few_rows_linears(x_ND, [weight], [] if bias is None else [bias], [down], [up], [scaling])
+    if few_rows is not None and is_few(x_ND, self.out_features) and len(down) <= few_rows.MOST_RANK:
+        biases = [] if bias is None else [bias]
+        out = few_rows.few_rows_linears(x_ND, [readable(weight)], biases, [down], [up], [scaling])
     elif torch.compiler.is_compiling():
         out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
     else:

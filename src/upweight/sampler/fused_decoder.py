@@ -163,18 +163,18 @@ class FusedDecoder:
     def _projected(self, x_ND: Tensor, norm: Any, layers: Sequence[Any], known: _Known | None) -> Sequence[Tensor]:
         """Return the outputs of layers for the norm of x."""
         parts = plain_weights(x_ND, list(layers))
-        if few_rows is not None and parts is not None:
-            weights, *others = parts
-            biases, downs, *_ = others
-            # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
-            width = sum(map(len, weights)) // (len(weights) if downs else 1)
-            if len(biases) in (0, len(layers)) and is_few(x_ND, width):
-                x_ND, rest = self._normed(x_ND, norm, known)
-                read, scales = self._read(x_ND, layers, weights)
-                out_NF = few_rows.linears(x_ND, read, *others, norm=rest, scales=scales).out_NF
-                return out_NF.split([len(weight) for weight in weights], -1)
-        normed_ND = norm(x_ND)
-        return [layer(normed_ND) for layer in layers]
+        if few_rows is None or parts is None or len(parts[1]) not in (0, len(layers)):
+            normed_ND = norm(x_ND)
+            return [layer(normed_ND) for layer in layers]
+        weights, *others = parts
+        # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
+        width = sum(map(len, weights)) // (len(weights) if others[1] else 1)
+        if not is_few(x_ND, width):
+            return _each(norm(x_ND), parts)
+        x_ND, rest = self._normed(x_ND, norm, known)
+        read, scales = self._read(x_ND, layers, weights)
+        out_NF = few_rows.linears(x_ND, read, *others, norm=rest, scales=scales).out_NF
+        return out_NF.split([len(weight) for weight in weights], -1)
 
     def _normed(self, x_ND: Tensor, norm: Any, known: _Known | None) -> tuple[Tensor, Any]:
         """Return the norm of x; or x times the norm's weight, and what is left for a kernel."""
@@ -200,6 +200,7 @@ class FusedDecoder:
                 return added.out_NF, _Known(added.out_NF, added.squares_TN, added.weighted_NF, next_norm)
             if not biases and not downs:
                 return residual_NF.addmm_(x_ND, weights[0].t()), None
+            return residual_NF + _each(x_ND, parts)[0], None
         return residual_NF + layer(x_ND), None
 
     def _gated(self, x_ND: Tensor, norm: Any, mlp: Any, known: _Known | None) -> Tensor:
@@ -222,6 +223,16 @@ class FusedDecoder:
         """Return the weights that layers read for rows of x, and the scales of those in 8 bits."""
         copies = [] if self._int8 is None else self._int8.of(x_ND, layers)
         return ([copy.pairs_FP for copy in copies] or weights), [copy.scale_F for copy in copies]
+
+
+def _each(x_ND: Tensor, parts: Any) -> list[Tensor]:
+    """Return the output of each layer by torch's products, from its weight, bias and adapter."""
+    weights, biases, *adapters = parts
+    with_bias = zip(weights, biases or [None] * len(weights), strict=True)
+    outputs = [F.linear(x_ND, weight, bias) for weight, bias in with_bias]
+    for out_NF, down, up, scaling in zip(outputs, *adapters, strict=False):
+        out_NF.addmm_(F.linear(x_ND, down), up.t(), alpha=scaling)
+    return outputs
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

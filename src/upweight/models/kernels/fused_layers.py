@@ -12,9 +12,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from upweight.models.kernels.lora_linear import few_rows, gated, is_few, is_half_inference, plain_adapter
+from upweight.models.kernels.lora_linear import (
+    few_rows,
+    gated,
+    has_form,
+    is_few,
+    is_half_inference,
+    is_readable,
+    plain_adapter,
+)
+from upweight.models.kernels.packed_product import dtype_of, is_packed, readable
 from upweight.models.kernels.tiles import FEW_ROWS, MIN_GATED_OUTPUTS
 from upweight.models.modules import GATED_PROJECTIONS
 
@@ -57,11 +67,12 @@ def same_output(module: Any, form: Callable[..., Tensor]) -> bool:
         width = getattr(named["gate_proj"], "in_features", 0) if gated else 0
     if not width:
         return False
-    weight = module.weight if form is _norm else module.gate_proj.weight  # as forwards read it, not a float32 master
-    if not weight.is_floating_point():  # quantised
+    of = module if form is _norm else getattr(module.gate_proj, "base_layer", module.gate_proj)
+    weight = getattr(of, "weight", None)  # as forwards read it, not a float32 master
+    if weight is None or not (weight.is_floating_point() or is_packed(weight)):  # quantised in another way
         return False
     generator = torch.Generator().manual_seed(0)
-    x_ND = torch.randn(8, width, generator=generator).to(weight.device, weight.dtype)
+    x_ND = torch.randn(8, width, generator=generator).to(weight.device, dtype_of(weight))
     with torch.no_grad():
         stock, fused = module(x_ND).float(), form(module, x_ND).float()
     return bool((stock - fused).abs().max() <= 0.02 * stock.abs().max())
@@ -197,14 +208,19 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
 
 
 def plain_weights(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Tensors, Tensors, list[float]] | None:
-    """Return weights, biases and adapters of layers; None in training, or where layers are not plain or differ."""
+    """Return weights, biases and adapters of layers; None in training, or where layers are not plain or differ.
+
+    Packed weights are unpacked.
+    """
     if few_rows is None or not is_half_inference(x_ND):
         return None
     plain: list[Any] = []
     for layer in layers:
-        if type(layer) is LoraLinear:
+        if not has_form(layer):
+            return None
+        if isinstance(layer, LoraLayer):
             plain.append(plain_adapter(layer, x_ND))
-        elif type(layer) is nn.Linear and layer.weight.dtype == x_ND.dtype:
+        elif is_readable(layer, x_ND):
             plain.append((layer.weight, layer.bias, None, None, 0.0))
         else:
             return None
@@ -215,5 +231,5 @@ def plain_weights(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Te
     if len(downs) not in (0, len(layers)) or len(ranks) > 1 or max(ranks, default=0) > few_rows.MOST_RANK:
         return None
     weights, biases, _, ups, scalings = map(list, zip(*plain, strict=True))
-    adapted = bool(downs)
+    adapted, weights = bool(downs), list(map(readable, weights))
     return weights, [b for b in biases if b is not None], downs, ups if adapted else [], scalings if adapted else []

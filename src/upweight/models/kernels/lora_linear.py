@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from upweight.models.kernels.packed_product import dtype_of, is_packed, readable
 from upweight.models.kernels.tiles import most_rows
 
 if torch.cuda.is_available() and find_spec("triton"):
@@ -29,41 +32,64 @@ def is_half_inference(x_ND: Tensor) -> bool:
     return x_ND.is_cuda and x_ND.dtype != torch.float32 and not torch.is_grad_enabled()
 
 
+def has_form(layer: Any) -> bool:
+    """Return whether a layer is linear, with an adapter or without, and of a class whose forward is known."""
+    if type(layer) in (nn.Linear, LoraLinear):
+        return True
+    base = layer.base_layer if isinstance(layer, LoraLayer) else layer
+    return isinstance(base, nn.Linear) and is_packed(base.weight)
+
+
 def plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """Return weight, bias, adapter weights and scaling of a layer whose adapter only adds a low-rank product."""
+    """Return weight, bias, adapter weights and scaling of a layer whose adapter only adds a low-rank product.
+
+    The weight may be packed.
+    """
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or layer.lora_variant or len(active) != 1 or layer.fan_in_fan_out:
         return None
     (name,) = active
     base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    plain = all(type(linear) is nn.Linear for linear in (base, down, up)) and up.bias is None
+    plain = has_form(base) and type(down) is type(up) is nn.Linear and up.bias is None
     idle = isinstance(dropout, nn.Identity) or not dropout.training
     if not (plain and idle) or torch.is_autocast_enabled(x.device.type):
         return None
-    weights: list[Tensor] = [base.weight, down.weight, up.weight]
     frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
-    one_dtype = all(type(w) in (Tensor, nn.Parameter) and w.dtype == x.dtype for w in weights)
-    if not (frozen and one_dtype):
+    if not (frozen and all(is_readable(linear, x) for linear in (base, down, up))):
         return None
     return base.weight, base.bias, down.weight, up.weight, float(layer.scaling[name])
 
 
+def is_readable(linear: Any, x: Tensor) -> bool:
+    """Return whether products of x may read a layer's weight, which is plain or packed, as the layer does."""
+    if is_packed(linear.weight):  # a compiler would take the shape of its bytes for that of the weight
+        known = linear.compute_dtype in (None, x.dtype) and not torch.compiler.is_compiling()
+    else:
+        known = type(linear.weight) in (Tensor, nn.Parameter)
+    return known and dtype_of(linear.weight) == x.dtype
+
+
 class LowRankLinear(torch.autograd.Function):
-    """x W' + b + s (x A') B' for frozen W and b: the low-rank terms are added by the products themselves."""
+    """x W' + b + s (x A') B' for frozen W and b: the low-rank terms are added by the products themselves.
+
+    A packed W is unpacked for each product, and only its bytes are kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, scaling: float, bias: Tensor | None, *tensors: Tensor) -> Tensor:
         x_ND, weight, down, up = tensors
         narrow = F.linear(x_ND, down)
-        out = F.linear(x_ND, weight, bias).addmm_(narrow, up.t(), alpha=scaling)
-        ctx.save_for_backward(x_ND, narrow, weight, down, up)
-        ctx.scaling = scaling
+        out = F.linear(x_ND, readable(weight), bias).addmm_(narrow, up.t(), alpha=scaling)
+        packed = is_packed(weight)
+        ctx.save_for_backward(x_ND, narrow, None if packed else weight, down, up)
+        ctx.scaling, ctx.packed = scaling, weight if packed else None  # saved, it would lose what it is unpacked by
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         x_ND, narrow, weight, down, up = ctx.saved_tensors
+        weight = readable(ctx.packed) if weight is None and ctx.needs_input_grad[2] else weight
         grad_narrow = _scaled_product(grad, up, ctx.scaling)
         grad_x = (grad @ weight).addmm_(grad_narrow, down) if ctx.needs_input_grad[2] else None
         grad_down = grad_narrow.t() @ x_ND if ctx.needs_input_grad[4] else None

@@ -1,4 +1,4 @@
-"""The product with experts in 4 bits: all of a layer are unpacked for it, and again in backward."""
+"""Products with weights in 4 bits: they are unpacked for the product, and again in backward."""
 
 import importlib
 from collections.abc import Callable
@@ -23,6 +23,16 @@ def has_packed_experts(experts: nn.Module) -> bool:
 def unpacked(weight: Any) -> Tensor:
     """Return the weight that packed bytes stand for, in the dtype that it was read in."""
     return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight.data, weight.quant_state)
+
+
+def readable(weight: Tensor) -> Tensor:
+    """Return a weight as products read it: one that is packed is unpacked."""
+    return unpacked(weight) if is_packed(weight) else weight
+
+
+def dtype_of(weight: Any) -> torch.dtype:
+    """Return the dtype in which products read a weight."""
+    return weight.quant_state.dtype if is_packed(weight) else weight.dtype
 
 
 def packed_product(
