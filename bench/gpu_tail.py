@@ -67,7 +67,7 @@ CASES = {
     "7b_int8": Case("7b", 16, 16, 512, 2048, int8=True),
     "512_qlora": Case("1.5b", 32, 16, 512, 2048, lora=True, load_in="load_in_4bit"),
     "8bit": Case("1.5b", 8, 16, 256, 1024, lora=True, calls=2, load_in="load_in_8bit"),
-    "7b_qlora": Case("7b", 16, 16, 512, 2048, lora=True, load_in="load_in_4bit"),
+    "7b_qlora": Case("7b", 16, 16, 512, 2048, lora=True, calls=2, load_in="load_in_4bit"),
     "long": Case("1.5b", 4, 16, 8192, 16384, calls=2),
     "small": Case("135m", 4, 16, 400, 512, calls=8),
 }

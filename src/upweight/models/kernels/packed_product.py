@@ -1,11 +1,18 @@
 """Products with weights in 4 bits: they are unpacked for the product, and again in backward."""
 
 import importlib
+import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.models.kernels.unpack import unpack
+else:
+    unpack = None
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows sorted by expert, weights, ends of the groups
 
@@ -22,7 +29,15 @@ def has_packed_experts(experts: nn.Module) -> bool:
 
 def unpacked(weight: Any) -> Tensor:
     """Return the weight that packed bytes stand for, in the dtype that it was read in."""
-    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight.data, weight.quant_state)
+    state = weight.quant_state
+    if (
+        unpack is not None
+        and weight.is_cuda
+        and weight.is_contiguous()
+        and not math.prod(state.shape) % state.blocksize
+    ):
+        return unpack(weight.data, state)
+    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight.data, state)
 
 
 def readable(weight: Tensor) -> Tensor:
