@@ -119,6 +119,7 @@ def whole_step_of(
         peft_config=adapter if work["lora_r"] else None,
     )
     model: Any = trainer.model
+    model.train()  # as the trainer's loop does; loaded models come in the other mode
     rollouts, runner = trainer.rollouts, trainer.runner
     assert rollouts is not None
 
