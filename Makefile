@@ -113,7 +113,7 @@ $(QUANT)/.ready: $(READY)
 	touch $@
 
 test-quant: $(QUANT)/.ready
-	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANT) $(BIN)/python -m pytest tests/cli/test_merge_lora.py tests/train/distributed/test_fsdp.py tests/train/distill/test_fit.py tests/models/adapters/test_packed_experts.py tests/train/experts/test_runs.py tests/train/api/test_packed_experts.py -k "lora or quantised or packed"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANT) $(BIN)/python -m pytest tests/cli/test_merge_lora.py tests/train/distributed/test_fsdp.py tests/train/distill/test_fit.py tests/models/adapters/test_packed_experts.py tests/models/kernels/test_lora_linear.py tests/train/experts/test_runs.py tests/train/api/test_packed_experts.py -k "lora or quantised or packed"
 
 # llama.cpp, built from the sources of llama-cpp-python, which hold its converter too; SmolLM2 as `make demo` gets it.
 $(LLAMA)/.ready: $(READY)
