@@ -30,12 +30,8 @@ def has_packed_experts(experts: nn.Module) -> bool:
 def unpacked(weight: Any) -> Tensor:
     """Return the weight that packed bytes stand for, in the dtype that it was read in."""
     state = weight.quant_state
-    if (
-        unpack is not None
-        and weight.is_cuda
-        and weight.is_contiguous()
-        and not math.prod(state.shape) % state.blocksize
-    ):
+    is_whole = weight.is_contiguous() and math.prod(state.shape) % state.blocksize == 0
+    if unpack is not None and weight.is_cuda and is_whole:
         return unpack(weight.data, state)
     return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight.data, state)
 
