@@ -321,7 +321,8 @@ def test_weights_that_are_stored_in_4_bits_are_counted_so_and_not_quantised_agai
     assert "7.61 billion weights in 4 bits, as awq stores them" in about
     assert {kind for kind, _ in rows} == {"lora"}
     assert float(rows["lora", "fast"]["weights"]) == pytest.approx(float(plain["qlora", "fast"]["weights"]), rel=0.02)
-    assert rows["lora", "balanced"]["activations"] == plain["qlora", "balanced"]["activations"]
+    fused, unfused = (float(each["activations"]) for each in (plain["qlora", "balanced"], rows["lora", "balanced"]))
+    assert unfused == pytest.approx(fused * 1.2, abs=0.15)  # gates beside layers of AWQ keep one product more
     assert "Set 'memory: fast'" in answer
     assert "4bit" not in answer
 

@@ -98,8 +98,7 @@ def test_peaks_of_1_5b_are_met_within_a_twentieth(qwen, trained, savings, tokens
     ],
 )
 def test_peaks_of_7b_are_met_within_a_twentieth(seven, trained, savings, tokens, measured):
-    shape = seven.quantised() if trained == "qlora" else seven
-    right = need(shape, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
+    right = need(seven, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
     assert right.total / GIB == pytest.approx(measured, rel=0.05)
 
 
@@ -117,7 +116,7 @@ def test_driver_libraries_and_fragmentation_have_their_part(gib, fixed, left):
     assert usable(gib * GIB, fixed * GIB) / GIB == pytest.approx(left)
 
 
-def test_a_gate_of_quantised_layers_keeps_one_product_more(qwen):
+def test_a_gate_of_layers_in_8_bits_keeps_one_product_more(qwen):
     one = (
         need(qwen.quantised(), "qlora", savings=Savings()).activations
         - need(qwen, "qlora", savings=Savings()).activations
@@ -214,10 +213,10 @@ def test_a_reference_in_host_memory_and_a_smaller_head_are_counted(qwen):
 
 
 def test_blocks_in_tiles_take_the_memory_of_one_tile(seven):
-    tiled = replace(LEAN, tiled_above=4096)
+    tiled = replace(LEAN, tiled=True)
     block = 4 * 18_944 * 2
-    short, at, long = (need(seven, "lora", tokens=n, savings=tiled).activations for n in (2048, 4096, 40_960))
-    assert (short, at) == tuple(need(seven, "lora", tokens=n, savings=LEAN).activations for n in (2048, 4096))
+    short, at, long = (need(seven, "lora", tokens=n, savings=tiled).activations for n in (1024, 2048, 40_960))
+    assert (short, at) == tuple(need(seven, "lora", tokens=n, savings=LEAN).activations for n in (1024, 2048))
     assert need(seven, "lora", tokens=40_960, savings=LEAN).activations - long == (40_960 - 2048) * block
     for free in (1, 4, 40):
         most = seven.tokens_in(free * GIB, tiled)

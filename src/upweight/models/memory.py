@@ -48,7 +48,7 @@ class Savings:
     offload_activations: bool = False  # what is saved for the backward is in host memory
     offload_reference: bool = False  # so are the reference and teachers, while they are not used
     head_chunk: int | None = None  # scored tokens whose logits exist at a time; None: as many as HEAD_CHUNK holds
-    tiled_above: int | None = None  # tokens of a row whose gated blocks are not computed in tiles; None: of any row
+    tiled: bool = False  # gated blocks are computed a tile of tokens at a time
 
     @classmethod
     def of(cls, config: Config) -> "Savings":
@@ -60,8 +60,7 @@ class Savings:
         """Return those of a config's section."""
         # With `keep` a layer is recomputed where its activations do not fit, so they need not.
         offload = optim.activation_offloading, optim.reference_offloading
-        tiled_above = max(optim.token_budget or TILE, TILE) if optim.tiled_mlp else None
-        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk, tiled_above)
+        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk, optim.tiled_mlp)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class TokenBytes:
     layers: int
     layer: int  # at the peak of one layer's backward: what it kept, what it recomputes, and their gradients
     kept: int  # of that, what one layer keeps from its forward to its backward
-    gate: int  # what it keeps beside that if its gated block is not fused, because its weights are quantised
+    gate: int  # what it keeps beside that if its gated block is not fused, because its weights are quantised in 8 bits
     block: int  # of `layer`, what a gated block takes, which `tiled_mlp` computes a tile at a time
     inputs: int  # of one layer
     keys: int  # keys and values of all layers, in sampling
@@ -111,17 +110,15 @@ class TokenBytes:
 
     def row_peak(self, tokens: int, savings: Savings) -> int:
         """Return the bytes of a row's activations in the backward of one layer."""
-        if savings.tiled_above is None or tokens <= savings.tiled_above:
-            return tokens * self.peak(savings)
-        return tokens * (self.peak(savings) - self.block) + TILE * self.block
+        inside = min(tokens, TILE) if savings.tiled else tokens
+        return tokens * (self.peak(savings) - self.block) + inside * self.block
 
     def tokens_in(self, free: float, savings: Savings) -> float:
         """Return the most tokens of a row whose activations fit into so many bytes in the backward of one layer."""
         whole = free / self.peak(savings)
-        if savings.tiled_above is None:
+        if not savings.tiled or whole <= TILE:
             return whole
-        tiled = (free - TILE * self.block) / (self.peak(savings) - self.block)
-        return tiled if tiled > savings.tiled_above else min(whole, savings.tiled_above)
+        return (free - TILE * self.block) / (self.peak(savings) - self.block)
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class Shape:
         return max(head, self.token.row_peak(tokens, savings))
 
     def quantised(self) -> "Shape":
-        """Return the sizes of the model with quantised weights."""
+        """Return the sizes of the model with weights that are quantised in another way than QLoRA's."""
         return replace(self, token=replace(self.token, kept=self.token.kept + self.token.gate, gate=0))
 
     def tokens_in(self, free: float, savings: Savings) -> int:

@@ -94,7 +94,8 @@ def plan_memory(
     `card`: bytes of a GPU to plan for, computing in half precision. `trained`: other weights than those of the config.
     """
     model, savings, trained = model or ModelNeeds.of(config), Savings.of(config), trained or trained_weights(config)
-    shape = model.shape.quantised() if trained == "qlora" else model.shape
+    in_8_bits = trained == "qlora" and config.adapter.load_in_8bit
+    shape = model.shape.quantised() if in_8_bits else model.shape
     (length, sequences), sharing = row_tokens(config), config.sharding.context_parallel_size
     on_gpu = card is not None or torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

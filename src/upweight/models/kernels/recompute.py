@@ -2,17 +2,25 @@
 
 torch's checkpoint keeps account of every tensor that a layer saves, so that hooks and dropout work in any module. On a
 GPU that costs the host as much time as the layer's own launches. Where nothing needs it, the node here saves the input.
+
+Most layers end by adding the output of their gated block to a residual. The backward of a sum reads no values, so where
+a layer is recomputed, a block in tiles need not be: each tile is computed once, in the backward of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from upweight.models.modules import dropout_rates, every_module
+from upweight.models.modules import context_value, dropout_rates, every_module
 
 Run = Callable[[Tensor], Any]
+
+_leaves_out_tiles: ContextVar[bool] = ContextVar("leaves_out_tiles", default=False)
+# Nodes of the graph whose backward reads no values.
+_VALUE_FREE = {"AddBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}
 
 
 class OtherOutput(TypeError):
@@ -24,9 +32,11 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, tile: int | None, x: Tensor, *weights: Tensor) -> Tensor:
-        """`weights`: all that `run` reads and that gets gradients."""
+        """`weights`: all that `run` reads and that gets gradients. The output of tiles is shaped as x is."""
         ctx.run, ctx.tile, ctx.weights = run, tile, weights
         ctx.save_for_backward(x)
+        if tile is not None and _leaves_out_tiles.get():
+            return unread(x)
         outputs = [run(part) for part in _parts(x, tile)]
         if not all(isinstance(out, Tensor) for out in outputs):
             raise OtherOutput(f"expected a tensor, got {type(outputs[0]).__name__}")
@@ -101,6 +111,43 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def unread(like: Tensor) -> Tensor:
+    """Return a tensor whose values nothing reads."""
+    return torch.empty_like(like)
+
+
+class _Layer:
+    """The call of a layer, which finds out in its first backward whether later ones may leave out tiles."""
+
+    def __init__(self, layer: nn.Module, call: Any, rest: tuple[Any, ...]) -> None:
+        self._layer, self._call, self._rest = layer, call, rest
+
+    def __call__(self, x: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return self._call(x, *self._rest)
+        known: bool | None = vars(self._layer).get("_tiles_unread")
+        with context_value(_leaves_out_tiles, bool(known)):
+            out = self._call(x, *self._rest)
+        if known is None and isinstance(out, Tensor):
+            vars(self._layer)["_tiles_unread"] = _tiles_unread(out)
+        return out
+
+
+def _tiles_unread(out: Tensor) -> bool | None:
+    """Return whether nothing between tiles and a layer's output reads values; None where there are no tiles."""
+    nodes: list[tuple[Any, bool]] = [(out.grad_fn, True)]  # with whether all nodes after it are free of values
+    seen, tiles, read = set(nodes), set(), set()
+    while nodes:
+        node, free = nodes.pop()
+        if node.name() == "RecomputedBackward":
+            (tiles if free else read).add(node)
+        free = free and node.name() in _VALUE_FREE
+        new = {(before, free) for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        nodes += new
+    return None if not tiles | read else not read
+
+
 def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *args: Any) -> Any:
     """Run a layer that backward recomputes as one node; where that would not do, by the `stock` checkpoint.
 
@@ -115,8 +162,8 @@ def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *arg
     if not alone or mixed or vars(layer).get("_stock_checkpoint"):
         return stock(call, *args)
     try:
-        # The function must not hold the input, which may wait in host memory.
-        return Recomputed.apply(lambda x: call(x, *rest), None, hidden, *read_weights(layer))
+        # What is called must not hold the input, which may wait in host memory.
+        return Recomputed.apply(_Layer(layer, call, rest), None, hidden, *read_weights(layer))
     except OtherOutput:
         vars(layer)["_stock_checkpoint"] = True
         return stock(call, *args)

@@ -1,7 +1,7 @@
 """Gated blocks of long rows in tiles of tokens: what they hold inside does not grow with the row.
 
 A block is four to six times as wide as what goes in and out of it, so in the backward of a long row it needs more
-memory than attention. Each tile is computed again in the backward of its own.
+memory than attention. Each tile is computed in the backward of its own.
 """
 
 from typing import Any
@@ -17,31 +17,34 @@ TILE = 2048  # tokens, enough for matrix products at full speed
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})  # projections of a block
 
 
-def tile_blocks(model: nn.Module, above: int) -> bool:
-    """Compute gated blocks in tiles where a row has more than `above` tokens; return whether the model has any."""
+def tile_blocks(model: nn.Module) -> bool:
+    """Compute gated blocks in tiles where a row has more tokens than one; return whether the model has any."""
     blocks = [module for module in model.modules() if is_gated_block(module)]
     for block in blocks:
         wrap_forward(block, _tiled_forward)
-        vars(block)["_tile_above"] = max(above, TILE)
+        vars(block)["_tiled"] = True
     return bool(blocks)
 
 
 def are_tiled(model: nn.Module) -> bool:
     """Return whether `tile_blocks` was called for a model that has gated blocks."""
-    return any("_tile_above" in vars(module) for module in model.modules())
+    return any("_tiled" in vars(module) for module in model.modules())
 
 
 def is_gated_block(module: nn.Module) -> bool:
     """Return whether a module has the projections of a gated block, each of one weight, and computes token by token."""
-    projections = {name: child for name, child in module.named_children() if name.endswith("_proj")}
-    return set(projections) in GATED and all(hasattr(child, "in_features") for child in projections.values())
+    projections: dict[str, Any] = {name: child for name, child in module.named_children() if name.endswith("_proj")}
+    if set(projections) not in GATED or not all(hasattr(child, "in_features") for child in projections.values()):
+        return False
+    down = projections.pop("down_proj")
+    return {down.out_features} == {child.in_features for child in projections.values()}
 
 
 def _tiled_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run the block on tiles of a long row; with gradients, keep nothing but its input."""
-    block, above = vars(self)["_stock_forward"], vars(self)["_tile_above"]
+    block = vars(self)["_stock_forward"]
     x_ND = x.reshape(-1, x.shape[-1])
-    if args or kwargs or len(x_ND) <= above:
+    if args or kwargs or len(x_ND) <= TILE:
         return block(x, *args, **kwargs)
     if not torch.is_grad_enabled():
         out_ND = torch.cat([block(tile) for tile in x_ND.split(TILE)])
