@@ -1,7 +1,9 @@
 """The one kind of error a person is meant to read, and the hint in it at what was probably meant."""
 
+import importlib
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from types import TracebackType
 
 
 class UserError(ValueError):
@@ -10,6 +12,18 @@ class UserError(ValueError):
     A ValueError, since scripts catch that around a bad argument. So where our code catches ValueError around a call
     that may raise this one, it lets this one through first.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython, which alone asks for it, shows: the user's own lines, the cause, and the message."""
+        shell = importlib.import_module("IPython").get_ipython()
+        return shell.InteractiveTB.structured_traceback(type(self), self, _before_ours(self.__traceback__))
+
+
+def _before_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without what follows the first call into this package."""
+    if trace is None or str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == __package__:
+        return None
+    return TracebackType(_before_ours(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 class WrongTypeError(UserError, TypeError):
