@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,12 +28,15 @@ from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
 from upweight.data.stored_columns import column_of_records, schema_of
 from upweight.errors import UserError, did_you_mean
+from upweight.log import counted
 from upweight.processes import end_with_parent, keep_pages_shared
 from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
+MOST_NAMED = 5  # bad rows in a message
+SEARCH_SECONDS = 10.0  # for further bad rows after the first: a chat template may take its time for each
 LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
 ODD = {
@@ -225,12 +229,25 @@ def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) 
     try:
         return job.encoder.encode_many(rows)
     except RowError:
-        for number, row in enumerate(rows, start):
+        errors, until, read = dict[int, RowError](), time.monotonic() + SEARCH_SECONDS, start
+        for read, row in enumerate(rows, start):
             try:
                 job.encoder(row)
             except RowError as error:
-                raise bad_row(job, number, error, row) from error.__cause__
-        raise
+                errors[read] = error
+            if errors and time.monotonic() > until:
+                break
+        if not errors:
+            raise
+        (first, error), *others = errors.items()
+        more = _others([job.rows.location(number) for number, _ in others], read + 1)
+        raise UserError(f"{bad_row(job, first, error, rows[first - start])}{more}") from error.__cause__
+
+
+def _others(places: Sequence[str], read: int) -> str:
+    """Return a line with the places of further bad rows among those read, and how many are bad; nothing for none."""
+    many = f"{len(places) + 1:,} of the first {counted(read, 'row')} have such errors; the next ones"
+    return f"\n{many}: {', '.join(places[: MOST_NAMED - 1])}" if places else ""
 
 
 def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserError:
@@ -358,7 +375,6 @@ def _read_row(job: EncodeJob) -> TrackedRow | None:
         except RowError:
             return None  # preparing the row raises the error with its place
     return None
-    return row
 
 
 def refuse_unread(job: EncodeJob) -> None:
