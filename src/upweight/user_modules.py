@@ -3,6 +3,7 @@
 A path is dotted (`mine.loss`) or has the file in it (`folder/mine.py:loss`). Light to import, for reward workers.
 """
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -45,6 +46,36 @@ def local_file(path: str, folder: Path) -> Path | None:
             if module and file.is_file():
                 return file.resolve()
     return None
+
+
+def problem_unrun(path: str, folder: Path) -> str | None:
+    """Return why a function cannot be at a path, by its file, which is not run; None where it may be there."""
+    file, (module, _, name) = local_file(path, folder), path.rpartition(":" if ":" in path else ".")
+    if file is not None:
+        return _undefined(file, name)
+    if not module.isidentifier() or importlib.util.find_spec(module) is not None:
+        return None
+    near = did_you_mean(module, {other.stem for root in (Path.cwd(), folder) for other in root.glob("*.py")})
+    return f"there is no {module}.py here, and no such package.{near}" if near else None
+
+
+def _undefined(file: Path, name: str) -> str | None:
+    """Return why a file has no function of a name; None where it may have one."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except SyntaxError as error:
+        return f"{file}, line {error.lineno}: {error.msg}."
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read: {error}."
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in node.names}  # fmt: skip
+    if "*" in imported or "__getattr__" in defined or name in defined | names | imported:
+        return None
+    public = sorted(one for one in defined if not one.startswith("_"))
+    hint = did_you_mean(name, public) or (f" It has {', '.join(public[:8])}." if public else "")
+    return f"{file} has no function '{name}'.{hint}"
 
 
 def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
