@@ -24,6 +24,7 @@ from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles,
 from upweight.data.columns import ROLES, mapping_advice, type_mapping
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import NO_TEXT, Record, Row, RowError
+from upweight.data.report import MOST_NAMED
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
 from upweight.data.stored_columns import column_of_records, schema_of
@@ -35,7 +36,6 @@ from upweight.row_rules import apply_length_rules, lengths_of
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
-MOST_NAMED = 5  # bad rows in a message
 SEARCH_SECONDS = 10.0  # for further bad rows after the first: a chat template may take its time for each
 LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
@@ -83,7 +83,7 @@ class Chunk:
     signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
     notes: Counter[str]
-    odd: dict[str, int]  # a name in `ODD` -> the first row of the job that it is counted of
+    odd: dict[str, list[int]]  # a name in `ODD` -> the rows of the job that it is counted of
 
 
 def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
@@ -148,12 +148,12 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     users += job.encoder.setup.form.leaving_out()
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
-    odd: dict[str, int] = {}
+    odd: dict[str, list[int]] = {}
     judged = rows if job.encoder.transform is None else ()  # a transform writes the texts that are read
     for row, content in enumerate(judged, start):
         for part in empty_parts(job.encoder.setup, Row(content)) if encoded[row - start] else ():
             notes[ODD[part]] += 1
-            odd.setdefault(part, row)
+            odd.setdefault(part, []).append(row)
     signature_RH, contaminated = _compared(job, rows)
     for row, records in enumerate(encoded, start):
         if records and row - start in contaminated:
@@ -168,7 +168,7 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
             if bounded is not None:
                 if (chosen := bounded.columns.get("chosen_ids")) and chosen == bounded.columns["rejected_ids"]:
                     notes[ODD["pair"]] += 1
-                    odd.setdefault("pair", row)
+                    odd.setdefault("pair", []).append(row)
                 kept.append(bounded.columns)
                 origin.append((row, number))
     schema = schema_of(method, images=job.encoder.setup.images is not None)
