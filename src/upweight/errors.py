@@ -27,7 +27,7 @@ def _before_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 class WrongTypeError(UserError, TypeError):
-    """An argument of the wrong kind; a TypeError too, for scripts that catch that."""
+    """An argument of the wrong kind, or none of its name; a TypeError too, for scripts that catch that."""
 
 
 def foreign_cause(error: BaseException) -> BaseException | None:

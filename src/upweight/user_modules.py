@@ -25,6 +25,7 @@ from upweight.errors import UserError, did_you_mean
 
 INSTALLED = ("site-packages", "dist-packages")
 OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).parent)
+CELL = "<ipython-input-"  # as IPython in a terminal names them
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 PATH = re.compile(r"[^:]+\.py:\w+|[A-Za-z_]\w*(\.\w+)+")
 CODE: dict[str, dict[str, str]] = {}  # the user's files that this process loaded: `module.name` -> file and digest
@@ -322,7 +323,7 @@ def line_of(function: Callable[..., Any]) -> str:
 
 def location(frames: list[tuple[str, int]]) -> str:
     """Return the innermost frame of the user's code as ` (file, line n)`; frames begin with the outermost."""
-    foreign = [frame for frame in frames if not frame[0].startswith(("<", OURS))]
+    foreign = [frame for frame in frames if frame[0].startswith(CELL) or not frame[0].startswith(("<", OURS))]
     foreign = [frame for frame in foreign if is_installed(frame[0]) or not frame[0].startswith(STANDARD_LIBRARY)]
     users = [frame for frame in foreign if not is_installed(frame[0])]
     file, line = (users or foreign or [("", 0)])[-1]
@@ -331,7 +332,7 @@ def location(frames: list[tuple[str, int]]) -> str:
 
 def _place(file: str, line: int) -> str:
     """Return ` (file, line n)`; of a notebook's cell, whose file has a number for a name, the line itself."""
-    if Path(file).parent.name.startswith("ipykernel_"):
+    if Path(file).parent.name.startswith("ipykernel_") or file.startswith(CELL):
         return f" (line {line} of its cell: {linecache.getline(file, line).strip()})"
     return f" ({Path(file).name}, line {line})"
 

@@ -87,12 +87,13 @@ def test_a_cpu_that_is_slow_in_bfloat16_is_named_in_one_line(caplog):
     assert caplog.text.count("warning: bf16: this CPU has no instructions for bfloat16") == slow
 
 
-def test_a_model_that_a_script_loaded_in_bfloat16_is_slow_there_too(caplog):
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_model_that_a_script_loaded_in_bfloat16_is_slow_there_too(caplog, monkeypatch, slow):
     _warned.clear()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not slow)
     for name in (torch.bfloat16, torch.float16, torch.float32):
         half = name != torch.float32
         assert dtype_of_weights(nn.Linear(2, 2, dtype=name), torch.float32, CPU) == (name if half else torch.float32)
-    slow = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert caplog.text.count("a model loaded with dtype=torch.float32") == slow
 
 
