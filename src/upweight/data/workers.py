@@ -36,7 +36,7 @@ from upweight.row_rules import apply_length_rules, lengths_of
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
-SEARCH_SECONDS = 10.0  # for further bad rows after the first: a chat template may take its time for each
+SEARCH_SECONDS = 2.0  # for further bad rows after the first, of which there may be millions
 LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
 ODD = {
@@ -230,9 +230,9 @@ def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) 
         return job.encoder.encode_many(rows)
     except RowError:
         errors, until, read = dict[int, RowError](), time.monotonic() + SEARCH_SECONDS, start
-        for read, row in enumerate(rows, start):
+        for read in range(start, len(job.rows)):  # also beyond the chunk
             try:
-                job.encoder(row)
+                job.encoder(job.rows.take(read, read + 1)[0])
             except RowError as error:
                 errors[read] = error
             if errors and time.monotonic() > until:
