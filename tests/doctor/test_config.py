@@ -20,7 +20,7 @@ def found(file, *overrides):
 
 
 def test_a_good_config_has_nothing_wrong(model_folder, tmp_path):
-    checked = found(write_online(tmp_path, model_folder, learning_rate=1e-5))
+    checked = found(write_online(tmp_path, model_folder))
     assert not [one for one in checked.values() if one.wrong]
     assert checked["data"].says.startswith("8 rows to train on with the columns answer")
     assert checked["rewards"].says == "vowels (there, but not called: `upweight rewards CONFIG` tries them)"
@@ -121,13 +121,13 @@ def test_packages_that_stored_weights_need_are_named(model_folder, tmp_path):
 def test_a_folder_without_weights_is_found_before_training(model_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    checked = found(write_online(tmp_path, bare, learning_rate=1e-5))
+    checked = found(write_online(tmp_path, bare))
     assert checked["base_model"].level == "alarm"
     assert "has no weights" in checked["base_model"].says
     assert [one.what for one in checked.values() if one.wrong] == ["base_model"]
     for file in bare.glob("token*"):
         file.unlink()
-    checked = found(write_online(tmp_path, bare, learning_rate=1e-5))
+    checked = found(write_online(tmp_path, bare))
     assert "no weights (*.safetensors) and no tokenizer" in checked["base_model"].says
     assert checked["data"].says == "not checked, for the same cause as base_model"
 
