@@ -1,3 +1,7 @@
+import sys
+import traceback
+from types import ModuleType, SimpleNamespace
+
 import pytest
 
 from upweight.errors import UserError, foreign_cause
@@ -28,3 +32,19 @@ def test_a_cause_is_that_of_others_if_there_is_one():
     assert foreign_cause(outer) is None
     ours.__cause__ = of_others
     assert foreign_cause(outer) is of_others
+
+
+def test_a_notebook_shows_the_users_own_lines_and_the_message(monkeypatch):
+    shell = SimpleNamespace(InteractiveTB=SimpleNamespace(structured_traceback=traceback.format_exception))
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell, raising=False)
+    with pytest.raises(UserError) as caught, load_failures("key", "place", "weights"):
+        builtin_reward("length(3)")
+    rendered = "".join(caught.value._render_traceback_())
+    assert 'builtin_reward("length(3)")' in rendered
+    assert "site-packages" not in rendered
+    assert "src/upweight" not in rendered
+    assert "Reward 'length(3)': options are given by name" in rendered.splitlines()[-1]
+    with pytest.raises(UserError) as caught:
+        raise UserError("outer") from KeyError("theirs")
+    assert "KeyError: 'theirs'" in "".join(caught.value._render_traceback_())

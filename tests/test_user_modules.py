@@ -1,6 +1,7 @@
 """Users' functions and classes are found by their path, their options are checked, and changed files are named."""
 
 import hashlib
+import linecache
 
 import pytest
 from pydantic import AliasChoices, BaseModel, Field
@@ -124,6 +125,11 @@ def test_code_of_a_notebook_is_named_by_its_line(tmp_path):
     cell.write_text("def reward(texts):\n    return texts['no']\n")
     names = {}
     exec(compile(cell.read_text(), str(cell), "exec"), names)
+    with pytest.raises(UserError, match=r"indices.* \(line 2 of its cell: return texts\['no'\]\)$"):
+        named_call(names["reward"], "a reward")([1.0])
+    in_terminal = "<ipython-input-3-0a1b>"
+    linecache.cache[in_terminal] = (1, None, cell.read_text().splitlines(keepends=True), in_terminal)
+    exec(compile(cell.read_text(), in_terminal, "exec"), names)
     with pytest.raises(UserError, match=r"indices.* \(line 2 of its cell: return texts\['no'\]\)$"):
         named_call(names["reward"], "a reward")([1.0])
 

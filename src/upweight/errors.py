@@ -1,7 +1,9 @@
 """The one kind of error a person is meant to read, and the hint in it at what was probably meant."""
 
+import importlib
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from types import TracebackType
 
 
 class UserError(ValueError):
@@ -11,9 +13,21 @@ class UserError(ValueError):
     that may raise this one, it lets this one through first.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython, which alone asks for it, shows: the user's own lines, the cause, and the message."""
+        shell = importlib.import_module("IPython").get_ipython()
+        return shell.InteractiveTB.structured_traceback(type(self), self, _before_ours(self.__traceback__))
+
+
+def _before_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without what follows the first call into this package."""
+    if trace is None or str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == __package__:
+        return None
+    return TracebackType(_before_ours(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
 
 class WrongTypeError(UserError, TypeError):
-    """An argument of the wrong kind; a TypeError too, for scripts that catch that."""
+    """An argument of the wrong kind, or none of its name; a TypeError too, for scripts that catch that."""
 
 
 def foreign_cause(error: BaseException) -> BaseException | None:

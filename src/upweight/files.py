@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ from upweight.processes import is_alive
 
 STORAGE_ERRORS: dict[int, tuple[str, ...]] = {  # with texts that stand for them
     errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos", "iostream error"),
-    **dict.fromkeys((errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EHOSTDOWN), ()),
+    **dict.fromkeys((errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EHOSTDOWN), ()),
 }
+SIZE_LIMIT = "the limit on the sizes of files was met; `ulimit -f unlimited`, typed before the command, lifts it"
 
 
 @contextlib.contextmanager
@@ -48,13 +50,20 @@ def storage_error(error: BaseException | None) -> str | None:
     """Return what the disk or file system reported where that caused an error, else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
-            return f"{os.strerror(error.errno)}{f' ({error.filename})' if error.filename else ''}"
+            return f"{_named(error.errno)}{f' ({error.filename})' if error.filename else ''}"
         # Libraries that write without Python raise other errors.
         for number, signs in STORAGE_ERRORS.items():
-            if any(sign in str(error) for sign in (os.strerror(number), *signs)):
-                return os.strerror(number)
+            if os.strerror(number) in str(error):
+                return _named(number)
+            if any(sign in str(error) for sign in signs):  # which do not tell a full disk from a file that is too large
+                is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+                return _named(errno.EFBIG if is_limited else number)
         error = error.__cause__ or error.__context__
     return None
+
+
+def _named(number: int) -> str:
+    return SIZE_LIMIT if number == errno.EFBIG else os.strerror(number)
 
 
 def _remove(path: Path) -> None:

@@ -3,6 +3,7 @@
 A path is dotted (`mine.loss`) or has the file in it (`folder/mine.py:loss`). Light to import, for reward workers.
 """
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -24,6 +25,7 @@ from upweight.errors import UserError, did_you_mean
 
 INSTALLED = ("site-packages", "dist-packages")
 OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).parent)
+CELL = "<ipython-input-"  # as IPython in a terminal names them
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 PATH = re.compile(r"[^:]+\.py:\w+|[A-Za-z_]\w*(\.\w+)+")
 CODE: dict[str, dict[str, str]] = {}  # the user's files that this process loaded: `module.name` -> file and digest
@@ -45,6 +47,36 @@ def local_file(path: str, folder: Path) -> Path | None:
             if module and file.is_file():
                 return file.resolve()
     return None
+
+
+def problem_unrun(path: str, folder: Path) -> str | None:
+    """Return why a function cannot be at a path, by its file, which is not run; None where it may be there."""
+    file, (module, _, name) = local_file(path, folder), path.rpartition(":" if ":" in path else ".")
+    if file is not None:
+        return _undefined(file, name)
+    if not module.isidentifier() or importlib.util.find_spec(module) is not None:
+        return None
+    near = did_you_mean(module, {other.stem for root in (Path.cwd(), folder) for other in root.glob("*.py")})
+    return f"there is no {module}.py here, and no such package.{near}" if near else None
+
+
+def _undefined(file: Path, name: str) -> str | None:
+    """Return why a file has no function of a name; None where it may have one."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except SyntaxError as error:
+        return f"{file}, line {error.lineno}: {error.msg}."
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read: {error}."
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)
+                for alias in node.names}  # fmt: skip
+    if "*" in imported or "__getattr__" in defined or name in defined | names | imported:
+        return None
+    public = sorted(one for one in defined if not one.startswith("_"))
+    hint = did_you_mean(name, public) or (f" It has {', '.join(public[:8])}." if public else "")
+    return f"{file} has no function '{name}'.{hint}"
 
 
 def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
@@ -291,7 +323,7 @@ def line_of(function: Callable[..., Any]) -> str:
 
 def location(frames: list[tuple[str, int]]) -> str:
     """Return the innermost frame of the user's code as ` (file, line n)`; frames begin with the outermost."""
-    foreign = [frame for frame in frames if not frame[0].startswith(("<", OURS))]
+    foreign = [frame for frame in frames if frame[0].startswith(CELL) or not frame[0].startswith(("<", OURS))]
     foreign = [frame for frame in foreign if is_installed(frame[0]) or not frame[0].startswith(STANDARD_LIBRARY)]
     users = [frame for frame in foreign if not is_installed(frame[0])]
     file, line = (users or foreign or [("", 0)])[-1]
@@ -300,7 +332,7 @@ def location(frames: list[tuple[str, int]]) -> str:
 
 def _place(file: str, line: int) -> str:
     """Return ` (file, line n)`; of a notebook's cell, whose file has a number for a name, the line itself."""
-    if Path(file).parent.name.startswith("ipykernel_"):
+    if Path(file).parent.name.startswith("ipykernel_") or file.startswith(CELL):
         return f" (line {line} of its cell: {linecache.getline(file, line).strip()})"
     return f" ({Path(file).name}, line {line})"
 

@@ -137,6 +137,27 @@ def test_the_columns_of_a_csv_are_checked_beside_a_filter(tmp_path, column, amis
 
 
 @pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"type": "own_rows.transfrom"}, "own_rows.py has no function 'transfrom'. Did you mean 'transform'?"),
+        ({"type": "own_row.transform"}, "datasets[0].type: there is no own_row.py here, and no such package. Did you"),
+        ({"type": "own_rows.transform", "filter": "own_rows.keeps"}, "has no function 'keeps'. Did you mean 'keep'?"),
+        ({"type": "own_rows.transform", "filter": "own_rows.keep"}, None),
+        ({"type": "elsewhere.transform"}, None),
+        ({"type": "chat_template.default"}, None),
+    ],
+)
+def test_a_mistyped_function_of_an_entry_is_an_error_of_validate(tmp_path, monkeypatch, entry, problem):
+    monkeypatch.chdir(tmp_path)
+    code = "raise SystemExit\ndef transform(cfg): return lambda row: row\ndef keep(row): return True\n"
+    (tmp_path / "own_rows.py").write_text(code)
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    entry = {"path": "rows.jsonl", **entry}
+    problems = list(data_problems(parse_config({"base_model": "some/model", "datasets": [entry]}, folder=tmp_path)))
+    assert problems == [] if problem is None else problem in problems[0]
+
+
+@pytest.mark.parametrize(
     ("chosen", "rejected", "warned"),
     [("worse reply", "better reply", True), ("better reply", "worse reply", False), ("reply A", "reply B", False)],
 )

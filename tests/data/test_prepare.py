@@ -265,21 +265,22 @@ def test_tables_and_mixed_files_are_prepared_alike(run, tmp_path):
         assert run(datasets=[entry], shuffle_merged_datasets=False).train[:] == in_lines
 
 
-def test_empty_answers_are_counted_and_the_first_is_named(run, tmp_path, caplog):
+def test_empty_answers_are_counted_and_the_first_ones_named(run, tmp_path, caplog):
     rows = [pair(1), {**pair(2), "rejected": ""}, {**pair(3), "chosen": " "}]
     datasets.Dataset.from_list(rows).to_csv(tmp_path / "rows.csv")
     keys = {"datasets": [{"path": "rows.csv", "as_messages": True}], "chat_template": "chatml"}
     for _ in range(2):  # the second time from the cache
         caplog.clear()
         assert "2 left with an empty answer" in run(**keys).report.lines()[0]
-        assert "datasets[0] (rows.csv), row 1: the answer is empty; so are those of 2 rows in all" in caplog.text
+        named = "row 1: the answer is empty; so are those of 2 rows in all, next row 2, and they are kept"
+        assert f"datasets[0] (rows.csv), {named}" in caplog.text
 
 
-def test_pairs_of_one_answer_twice_are_counted_and_the_first_is_named(run, caplog):
+def test_pairs_of_one_answer_twice_are_counted_and_the_first_ones_named(run, caplog):
     rows = [pair(1), {**pair(2), "rejected": "good 2"}, pair(3), {**pair(4), "chosen": "bad"}]
     assert "2 whose two answers are the same" in run(rows).report.lines()[0]
     assert "row 1 (rows.jsonl:2): the chosen and the rejected answer are the same" in caplog.text
-    assert "so are those of 2 rows in all" in caplog.text
+    assert "so are those of 2 rows in all, next row 3 (rows.jsonl:4), and they are kept" in caplog.text
 
 
 def test_pairs_that_are_all_one_answer_twice_are_refused_with_the_first(run):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_mapped_column_that_is_not_there_is_named(form, rl, problem):
     row = {"prompt": "Why?", "better": "So.", "rejected": "No."}
     encoding = job({"type": form, "as_messages": True}, row, **({"rl": rl} if rl else {}))
     with pytest.raises(UserError, match=problem):
+        list(encode_all([encoding], 1))
+
+
+def test_further_bad_rows_are_counted_and_the_next_ones_named(monkeypatch):
+    monkeypatch.setattr("upweight.data.workers.CHUNK_ROWS", 4)  # those of later chunks too
+    rows = [{**PAIR, "chosen": None} if number % 2 else PAIR for number in range(14)]
+    encoding = replace(job({}, PAIR, rl="dpo"), rows=RowSelection.of(Table(Dataset.from_list(rows))))
+    line = r"row 1, 'chosen'.*\n7 of the first 14 rows have such errors; the next ones: row 3, row 5, row 7, row 9$"
+    with pytest.raises(UserError, match=line):
         list(encode_all([encoding], 1))
 
 

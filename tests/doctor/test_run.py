@@ -175,6 +175,7 @@ def test_a_damaged_checkpoint_is_named_however_the_run_ended(tmp_path):
         assert found["checkpoint"].says == (
             "checkpoint-8 is damaged: model.safetensors holds other bytes than were written"
         )
+        assert found["checkpoint"].remedy.startswith(f"`rm -r {tmp_path / 'checkpoint-8'}` removes it")
     assert "go on from step 4" in found["run"].remedy
 
 

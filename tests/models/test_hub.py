@@ -52,7 +52,8 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, capl
         ) as raised:
             load_tokenizer(ModelSection(base_model=NAME))
         assert "\n" not in str(raised.value)
-        assert "To try without any network: `upweight init grpo --tiny` writes a starter" in str(raised.value)
+        made = "`upweight init sft tiny-model --tiny` makes a tiny model that learns nothing useful"
+        assert f"{made}; name it with base_model: tiny-model/tiny" in str(raised.value)
     assert len(unreachable) == 1
     assert [record.message for record in caplog.records if "cannot be reached" in record.message][1:] == []
     assert "cannot be reached" in caplog.text

@@ -30,6 +30,7 @@ from upweight.models import load
 from upweight.models.load import (
     compute_dtype,
     disable_dropout,
+    dtype_of_weights,
     load_failures,
     load_model,
     load_model_config,
@@ -84,6 +85,16 @@ def test_a_cpu_that_is_slow_in_bfloat16_is_named_in_one_line(caplog):
             warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:...", stacklevel=1)
     assert [str(one.message) for one in seen] == []
     assert caplog.text.count("warning: bf16: this CPU has no instructions for bfloat16") == slow
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_model_that_a_script_loaded_in_bfloat16_is_slow_there_too(caplog, monkeypatch, slow):
+    _warned.clear()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not slow)
+    for name in (torch.bfloat16, torch.float16, torch.float32):
+        half = name != torch.float32
+        assert dtype_of_weights(nn.Linear(2, 2, dtype=name), torch.float32, CPU) == (name if half else torch.float32)
+    assert caplog.text.count("a model loaded with dtype=torch.float32") == slow
 
 
 def test_a_folder_loads_in_the_dtype_asked_for(folder):

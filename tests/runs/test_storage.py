@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import resource
 import shutil
 import subprocess
 
@@ -12,7 +13,7 @@ from transformers import TrainerCallback
 from made_runs import write_config
 from upweight.config import load_config
 from upweight.errors import UserError
-from upweight.files import storage_error
+from upweight.files import SIZE_LIMIT, storage_error
 from upweight.runs.checkpoints import checkpoints_of, is_whole
 from upweight.runs.record import recorded
 from upweight.train.run import train
@@ -91,6 +92,16 @@ def test_network_folders_and_gpus_that_are_lost_are_named(error, says, tmp_path)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["state"] == "failed"
     assert re.search(says, record["message"])
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_limit_on_file_sizes_is_no_full_disk(limited, monkeypatch):
+    at = 1 << 20 if limited else resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (at, resource.RLIM_INFINITY))
+    of_torch = storage_error(RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed"))
+    assert of_torch == (SIZE_LIMIT if limited else "No space left on device")
+    assert storage_error(OSError(errno.EFBIG, "File too large", "x.pt")) == f"{SIZE_LIMIT} (x.pt)"
+    assert storage_error(RuntimeError("I/O error: File too large (os error 27)")) == SIZE_LIMIT
 
 
 def test_other_errors_keep_their_traceback(tmp_path):

@@ -25,7 +25,7 @@ from upweight.cli.report import report, watch
 from upweight.cli.starter.new import new
 from upweight.cli.sweep import sweep
 from upweight.errors import UserError
-from upweight.files import storage_error
+from upweight.files import SIZE_LIMIT, storage_error
 from upweight.heartbeat import heartbeat
 from upweight.log import fitted, logger, set_up_logging, warn_once
 
@@ -391,5 +391,6 @@ def main() -> None:
     except Exception as error:  # a full disk surfaces as an error of whichever library wrote
         if (reason := storage_error(error)) is None:
             raise
-        print(f"a file could not be written: {reason}. Make room, or name another folder.", file=sys.stderr)
+        remedy = "" if SIZE_LIMIT in reason else " Make room, or name another folder."
+        print(f"a file could not be written: {reason}.{remedy}", file=sys.stderr)
         sys.exit(2)

@@ -267,8 +267,8 @@ class _Builder:
         rank = chunk.rank_N
         part.dropped += chunk.dropped
         part.notes += chunk.notes
-        for name, row in chunk.odd.items():
-            part.odd.setdefault(name, self.jobs[chunk.job].rows.location(row))
+        for name, rows in chunk.odd.items():
+            part.name_odd(name, map(self.jobs[chunk.job].rows.location, rows))
         self.column_names |= chunk.column_names
         if chunk.digests:
             fresh: list[bool] = []

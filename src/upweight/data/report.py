@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from upweight.log import counted, logger
 
 PERCENTILES = (50, 90, 95, 99)
 ROUNDING = 64  # suggested lengths are multiples of this
+MOST_NAMED = 5  # rows in a message
 ODD_ROWS = {
     "prompt": "the prompt is empty",
     "answer": "the answer is empty",
@@ -31,7 +33,12 @@ class EntryCounts:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
     notes: Counter[str] = field(default_factory=Counter)  # change made to records that were kept -> records
-    odd: dict[str, str] = field(default_factory=dict)  # what is odd (`ODD_ROWS`) -> place of the first row that is
+    odd: dict[str, list[str]] = field(default_factory=dict)  # what is odd (`ODD_ROWS`) -> places of the first rows
+
+    def name_odd(self, odd: str, places: Iterable[str]) -> None:
+        """Take the places of further odd rows, as far as a message names them."""
+        named = self.odd.setdefault(odd, [])
+        named += islice(places, MOST_NAMED - len(named))
 
 
 @dataclass
@@ -84,13 +91,14 @@ class PrepareReport:
 
 
 def warn_of_odd_rows(report: PrepareReport, notes: Mapping[str, str]) -> None:
-    """Warn of rows that are kept and teach little, with the first of them; `notes` has the note that counts each."""
+    """Warn of rows that are kept and teach little, with the first ones; `notes` has the note that counts each."""
     for counts in report.parts:
         in_config = counts.where.startswith(("datasets", "test_datasets"))
         remedy = f"`filter` {'in the entry' if in_config else 'of the dataset'} leaves rows out"
-        for odd, place in counts.odd.items():
-            rows = counts.notes[notes[odd]]
-            others = f"; so are those of {rows:,} rows in all, and they are kept" if rows > 1 else "; the row is kept"
+        for odd, (place, *next_ones) in counts.odd.items():
+            rows, named = counts.notes[notes[odd]], ", ".join(next_ones)
+            others = f"; so are those of {rows:,} rows in all, next {named}, and they are kept"
+            others = others if next_ones else "; the row is kept"
             logger.warning("%s, %s: %s%s. %s", counts.where, place, ODD_ROWS[odd], others, remedy)
 
 
@@ -103,7 +111,7 @@ def require_differing_pairs(report: PrepareReport, rows: Iterable[Any], note: st
     if all(row["chosen_ids"] == row["rejected_ids"] for row in rows):
         problem = f"{ODD_ROWS['pair']}; so are those of all rows ({report.train_rows:,})"
         remedy = "See which columns are read as the answers, and whether `sequence_len` cuts them before they differ"
-        raise UserError(f"{same[0].where}, {same[0].odd['pair']}: {problem}. {remedy}.")
+        raise UserError(f"{same[0].where}, {same[0].odd['pair'][0]}: {problem}. {remedy}.")
 
 
 REPORT_JSON = TypeAdapter(PrepareReport)  # to and from JSON values

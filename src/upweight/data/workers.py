@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,16 +24,19 @@ from upweight.data.cleaning import HASHES, SAMPLED, EvaluationRows, RowShingles,
 from upweight.data.columns import ROLES, mapping_advice, type_mapping
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import NO_TEXT, Record, Row, RowError
+from upweight.data.report import MOST_NAMED
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.sources.streams import RawChunk
 from upweight.data.stored_columns import column_of_records, schema_of
 from upweight.errors import UserError, did_you_mean
+from upweight.log import counted
 from upweight.processes import end_with_parent, keep_pages_shared
 from upweight.row_rules import apply_length_rules, lengths_of
 
 CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
+SEARCH_SECONDS = 2.0  # for further bad rows after the first, of which there may be millions
 LEFT_OUT = "left out by the {}"
 CONTAMINATED = "contains an evaluation row (dataset_contamination_check)"
 ODD = {
@@ -79,7 +83,7 @@ class Chunk:
     signature_NH: NDArray[np.uint32]  # of the rows of the records kept, for near duplicates
     dropped: Counter[str]
     notes: Counter[str]
-    odd: dict[str, int]  # a name in `ODD` -> the first row of the job that it is counted of
+    odd: dict[str, list[int]]  # a name in `ODD` -> the rows of the job that it is counted of
 
 
 def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
@@ -144,12 +148,12 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
     users += job.encoder.setup.form.leaving_out()
     if users:
         dropped += Counter({LEFT_OUT.format(" or the ".join(users)): sum(not records for records in encoded)})
-    odd: dict[str, int] = {}
+    odd: dict[str, list[int]] = {}
     judged = rows if job.encoder.transform is None else ()  # a transform writes the texts that are read
     for row, content in enumerate(judged, start):
         for part in empty_parts(job.encoder.setup, Row(content)) if encoded[row - start] else ():
             notes[ODD[part]] += 1
-            odd.setdefault(part, row)
+            odd.setdefault(part, []).append(row)
     signature_RH, contaminated = _compared(job, rows)
     for row, records in enumerate(encoded, start):
         if records and row - start in contaminated:
@@ -164,7 +168,7 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chun
             if bounded is not None:
                 if (chosen := bounded.columns.get("chosen_ids")) and chosen == bounded.columns["rejected_ids"]:
                     notes[ODD["pair"]] += 1
-                    odd.setdefault("pair", row)
+                    odd.setdefault("pair", []).append(row)
                 kept.append(bounded.columns)
                 origin.append((row, number))
     schema = schema_of(method, images=job.encoder.setup.images is not None)
@@ -225,12 +229,25 @@ def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) 
     try:
         return job.encoder.encode_many(rows)
     except RowError:
-        for number, row in enumerate(rows, start):
+        errors, until, read = dict[int, RowError](), time.monotonic() + SEARCH_SECONDS, start
+        for read in range(start, len(job.rows)):  # also beyond the chunk
             try:
-                job.encoder(row)
+                job.encoder(job.rows.take(read, read + 1)[0])
             except RowError as error:
-                raise bad_row(job, number, error, row) from error.__cause__
-        raise
+                errors[read] = error
+            if errors and time.monotonic() > until:
+                break
+        if not errors:
+            raise
+        (first, error), *others = errors.items()
+        more = _others([job.rows.location(number) for number, _ in others], read + 1)
+        raise UserError(f"{bad_row(job, first, error, rows[first - start])}{more}") from error.__cause__
+
+
+def _others(places: Sequence[str], read: int) -> str:
+    """Return a line with the places of further bad rows among those read, and how many are bad; nothing for none."""
+    many = f"{len(places) + 1:,} of the first {counted(read, 'row')} have such errors; the next ones"
+    return f"\n{many}: {', '.join(places[: MOST_NAMED - 1])}" if places else ""
 
 
 def bad_row(job: EncodeJob, row: int, error: RowError, content: Any) -> UserError:
@@ -358,7 +375,6 @@ def _read_row(job: EncodeJob) -> TrackedRow | None:
         except RowError:
             return None  # preparing the row raises the error with its place
     return None
-    return row
 
 
 def refuse_unread(job: EncodeJob) -> None:

@@ -54,9 +54,15 @@ def check_run(folder: Path) -> list[Finding]:
         if state != "running" or (path / WHOLE).exists()  # else it is being written
     ]
     whole = next((step for step, _, reason in checkpoints if reason is None), None)
-    remedy = "remove it; a resume passes over it"
+    remedy = "`rm -r {}` removes it; a resume passes over it"
     damaged = [
-        Finding("warning", "checkpoint", f"{path.name} is damaged: {reason}", remedy, {"step": step})
+        Finding(
+            "warning",
+            "checkpoint",
+            f"{path.name} is damaged: {reason}",
+            remedy.format(shlex.quote(str(path))),
+            {"step": step},
+        )
         for step, path, reason in checkpoints
         if reason is not None
     ]

@@ -22,6 +22,7 @@ LIMIT_SECONDS = 5.0
 DEEPEST, MOST_FOLDERS = 3, 500  # below the working folder, where models are looked for
 MOST_NAMED = 5  # models in a message
 PASSED_OVER = ("checkpoint-*", "*cache__", "node_modules", "site-packages", "venv")  # and hidden ones but .cache
+MAKE_TINY, TINY = "upweight init sft tiny-model --tiny", "tiny-model/tiny"  # the model of a starter is for any method
 DEMO_MODELS = Path(".cache") / "demo"  # where `make demo` puts the model that it fetches
 
 
@@ -94,8 +95,8 @@ def models_to_name(key: str, source: str) -> str:
     return (
         f"No other model is here either, in the hub's cache or up to {DEEPEST} folders below {Path.cwd()}: get one "
         "where there is a network (`hf download ORGANISATION/MODEL --local-dir "
-        f"FOLDER`), bring the folder, and name it with {key}. To try without any network: "
-        "`upweight init grpo --tiny` writes a starter with a tiny model"
+        f"FOLDER`), bring the folder, and name it with {key}. To try any method without a network: `{MAKE_TINY}` "
+        f"makes a tiny model that learns nothing useful; name it with {key}: {TINY}"
     )
 
 

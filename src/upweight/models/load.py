@@ -30,6 +30,7 @@ from upweight.models.first_look import Stored, broken_weights, packed_remedy
 from upweight.models.hub import is_offline, local_copy, models_to_name
 from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
+from upweight.models.precision import HALF_DTYPES
 from upweight.models.score_heads import add_score_class
 from upweight.models.vision import require_family, vision_family
 from upweight.runs.files import read_json
@@ -150,20 +151,29 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
     if section.fp16:
         return torch.float16
     if section.bf16 is True or section.pure_bf16:
-        if device.type == "cpu":
-            _explain_slow_bfloat16()
+        _explain_slow_bfloat16(device)
         return torch.bfloat16
     if section.bf16 is False or device.type in ("cpu", "mps"):
         return torch.float32
     return torch.bfloat16 if device.type != "cuda" or torch.cuda.is_bf16_supported() else torch.float16
 
 
-def _explain_slow_bfloat16() -> None:
+def dtype_of_weights(model: nn.Module, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of forwards of a model whose dtype a script chose: that of its weights, if it is a half."""
+    chosen = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
+    if chosen == torch.bfloat16:
+        _explain_slow_bfloat16(device)
+    return chosen
+
+
+def _explain_slow_bfloat16(device: torch.device) -> None:
     """Say in one line, in place of torch's trace, that a CPU has no instructions for bfloat16."""
     supports = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    if supports is not None and not supports():
+    if device.type == "cpu" and supports is not None and not supports():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        warn_once("bf16: this CPU has no instructions for bfloat16 and is slow in it; 'bf16: false' trains in float32")
+        in_script = "in a script bf16=False, and a model loaded with dtype=torch.float32"
+        problem = "this CPU has no instructions for bfloat16 and is slow in it"
+        warn_once(f"bf16: {problem}; 'bf16: false' trains in float32 ({in_script})")
 
 
 def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:

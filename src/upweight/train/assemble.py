@@ -25,8 +25,7 @@ from upweight.engine.context_parallel import require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
-from upweight.models.load import compute_dtype, load_model, load_model_config, named_by
-from upweight.models.precision import HALF_DTYPES
+from upweight.models.load import compute_dtype, dtype_of_weights, load_model, load_model_config, named_by
 from upweight.models.processor import attach_processor, image_reader
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
@@ -90,7 +89,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     reads = image_reader(tokenizer) is not None and "images" in first
     optim = _with_images(config, model, ranks.num_processes) if reads else config.optim
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
-        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
+        dtype = dtype_of_weights(model, dtype, device)
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )

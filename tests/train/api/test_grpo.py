@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,9 @@ def test_generate_completions_takes_slices_lists_and_rows(folder, capsys):
     assert len(trainer.generate_completions(rows[0])) == COMMON["num_generations"]
     assert len(trainer.generate_completions({"prompt": "Why?", "answer": "1"}, num_generations=1)) == 1
     assert "3 + 1?" not in "".join(capsys.readouterr())
+    echoed = []
+    found._repr_pretty_(SimpleNamespace(text=echoed.append), cycle=False)  # as IPython shows what a cell ends with
+    assert echoed == ["6 completions, each with prompt, completion, rewards, finished, reward"]
 
 
 def test_prompts_are_cut_from_the_left_and_counted(folder, caplog):

@@ -269,6 +269,8 @@ def test_formatting_func_writes_the_text(folder):
     assert trained(**text) == trained(train_dataset=ROWS["text"])
     with pytest.raises(UserError, match=r"formatting_func: gets one row and returns its text, but returned \['a'\]"):
         trained(train_dataset=columns, formatting_func=lambda rows: ["a"])
+    with pytest.raises(UserError, match=r"train_dataset: formatting_func failed: KeyError: 'text' \(test_"):
+        trained(train_dataset=columns, formatting_func=lambda row: row["text"])
 
 
 def test_a_row_without_messages_is_named_with_what_leaves_it_out(folder):

@@ -6,8 +6,6 @@ from pathlib import Path
 from upweight.cli.starter.plan import REWARDS, Plan, answer_reward, text_of
 from upweight.log import fitted, logger
 
-TINY = "tiny-model"  # a starter's folder, of which the model alone is wanted
-
 
 def write(plan: Plan, output: Path) -> None:
     """Write the config and an example of a reward, and print what was found and how to go on."""
@@ -26,17 +24,13 @@ def write(plan: Plan, output: Path) -> None:
     if plan.missing is None:
         print(f"next: {_commands(output)}")
         return
-    from upweight.models.hub import models_like
+    from upweight.models.hub import MAKE_TINY, TINY, models_like
 
     print(fitted(plan.missing))
     if here := models_like(plan.model):
         print(f"next, with a model that is here: {_commands(output, here[0])}")
     else:
-        model = f"{TINY}/tiny"
-        print(
-            f"next, with a tiny model that learns nothing useful: upweight init sft {TINY} --tiny, then "
-            f"{_commands(output, model)}"
-        )
+        print(f"next, with a tiny model that learns nothing useful: {MAKE_TINY}, then {_commands(output, TINY)}")
 
 
 def _commands(output: Path, model: str | None = None) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config
+from upweight.config.peers import FORMAT_NAMES
 from upweight.config.rules.data import entries
 from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.data.columns import PLAIN, ROLES, are_swapped, first_row, mapping_advice, misses_columns, surplus_cells
@@ -20,6 +21,7 @@ from upweight.data.sources.lookup import (
 )
 from upweight.data.sources.raw_files import encoding_problem, workbook_problem
 from upweight.errors import did_you_mean
+from upweight.user_modules import is_path, problem_unrun
 
 # What rows with a `type` need, by the kind of data: a column of each group. Types that are not listed are not judged.
 _FIRST, _ANSWERS = ("prompt", "input", "question", "instruction"), (("chosen",), ("rejected",))
@@ -67,6 +69,17 @@ def data_problems(config: Config) -> Iterator[str]:
         for key, entry in entries(stage):
             missing = [f"{entry_name(entry, key)}: {problem}" for problem in missing_files(entry, stage.folder)]
             yield from missing or _unread_columns(stage, entry, key)
+            yield from _missing_functions(stage, entry, key)
+
+
+def _missing_functions(config: Config, entry: DatasetSpec, key: str) -> Iterator[str]:
+    """Yield what stops the user's functions of an entry from being loaded, as far as their files say it."""
+    formats = FORMAT_NAMES[config.method.formats()]
+    for name, path in (("type", entry.type), ("filter", entry.filter)):
+        if not isinstance(path, str) or path in formats or not is_path(path):
+            continue
+        if (problem := problem_unrun(path, config.folder)) is not None:
+            yield f"{key}.{name}: {problem}"
 
 
 def swapped_roles(config: Config) -> Iterator[str]:

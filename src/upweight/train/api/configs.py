@@ -16,7 +16,7 @@ from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.run import RunSection
 from upweight.config.sections.training import OptimSection, ShardingSection
-from upweight.errors import UserError
+from upweight.errors import UserError, WrongTypeError
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
@@ -75,7 +75,7 @@ class MethodArguments(TrainingArguments):
             for name in unknown
         ]
         if problems:
-            raise TypeError("\n".join(problems))
+            raise WrongTypeError("\n".join(problems))
         return super().__new__(cls)
 
     learning_rate: float | None = with_help(None, "Peak learning rate; unset: the method's, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]

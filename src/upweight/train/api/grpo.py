@@ -8,6 +8,7 @@ from peft import PeftConfig
 from transformers import TrainingArguments
 
 from upweight.errors import UserError
+from upweight.log import counted
 from upweight.methods.formulas.advantages import weighted_reward
 from upweight.rollout.completion_source import SingleTurn
 from upweight.rollout.episodes.runner import EpisodeRunner
@@ -102,7 +103,7 @@ class GRPOTrainer(MethodTrainer):
             ShownCompletions(1, len(completions), names, producer.decode)(rollout, self.state.global_step)
         for row, total in zip(completions, totals, strict=True):
             row["reward"] = total
-        return [{name: row[name] for name in ROLLOUT_COLUMNS} for row in completions]
+        return Completions({name: row[name] for name in ROLLOUT_COLUMNS} for row in completions)
 
     def _reset_rollouts(self) -> None:
         """Reset the rollouts before and after a training: processes, buffers, the sampler and the current rollout."""
@@ -121,6 +122,13 @@ class GRPOTrainer(MethodTrainer):
             producer.check_sampling, producer.compiles = rollouts.generator.check_sampling, rollouts.generator
             if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
                 producer.completion_source.generator = rollouts.generator
+
+
+class Completions(list[dict[str, Any]]):
+    """Completions with their rewards; a notebook cell that ends with them shows their number below what was printed."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"{counted(len(self), 'completion')}, each with {', '.join(ROLLOUT_COLUMNS)}")
 
 
 class RLOOTrainer(GRPOTrainer):

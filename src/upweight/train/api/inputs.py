@@ -34,7 +34,7 @@ from upweight.train.api.other_names import advice
 from upweight.train.assemble import TrainerParts, assemble
 from upweight.train.machine_checks import require_machine
 from upweight.train.objects import Model, Objects, ReadRows
-from upweight.user_modules import asked_names
+from upweight.user_modules import asked_names, named_call
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 ScriptDataset = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
@@ -96,7 +96,8 @@ def parts_for(
 ) -> TrainerParts:
     """Build the parts of a trainer from a script's inputs; `others` are further fields of `Objects`."""
     if unknown := [name for name in others if name not in PASSED_OBJECTS]:
-        raise TypeError("\n".join(f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown))
+        problems = [f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown]
+        raise WrongTypeError("\n".join(problems))
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
@@ -194,7 +195,8 @@ def reader(
             else:
                 rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
         if formatting_func is not None:
-            text, write = getattr(args, "dataset_text_field", "text"), partial(_formatted, formatting_func)
+            called = named_call(formatting_func, f"{where}: formatting_func failed")
+            text, write = getattr(args, "dataset_text_field", "text"), partial(_formatted, called)
             if isinstance(rows, IterableDataset):
                 rows = rows.map(lambda row: {text: write(row)}, remove_columns=columns)
             else:
