@@ -145,7 +145,9 @@ def test_how_a_run_ended_is_said(tmp_path, monkeypatch):
     level, says, remedy = said(state="stopped")
     assert (level, says) == ("warning", "was stopped at step 30 of 90")
     assert "no whole checkpoint" in remedy
-    assert check_run(recorded(tmp_path, [], state="failed", message="no"))[0].remedy == "correct the cause; start again"
+    assert check_run(recorded(tmp_path, [], state="failed", message="no"))[0].remedy == (
+        "correct the cause; start again with `upweight train CONFIG`"
+    )
     assert said(state="failed", message="loss is nan")[1] == "failed at step 30 of 90: loss is nan"
     assert said(state="running", machine="elsewhere", pid=1)[0] == "note"
 

@@ -13,7 +13,7 @@ from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.log import counted
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
-from upweight.runs.command import resume_from
+from upweight.runs.command import recorded_advice
 from upweight.runs.files import (
     CONFIG,
     HEALTH,
@@ -63,7 +63,7 @@ def check_run(folder: Path) -> list[Finding]:
     ended = _run_state(rows, record, state, whole)
     if state == "killed" and (free := shutil.disk_usage(folder).free) < FULL:
         full = (
-            f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole, record, trained=bool(rows))}"
+            f"its disk is full ({free >> 20} MiB free): make room; {recorded_advice(record, whole, trained=bool(rows))}"
         )
         ended = replace(
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
@@ -87,7 +87,7 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
         return Finding("alarm", "out of memory", f"the run failed {where}: {message}", MEMORY_REMEDIES, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
-    advice = _resume_advice(whole, record, trained=bool(rows))
+    advice = recorded_advice(record, whole, trained=bool(rows))
     endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
         "stopped": ("warning", f"was stopped {where}", advice),
@@ -136,9 +136,3 @@ def _judge_later(waiting: list[Waiting]) -> str:
     if len(waiting) == 1:
         return f"the rule '{first.name}' judges from step {first.step} on"
     return f"{len(waiting)} rules judge later: '{first.name}' from step {first.step} on, all from step {last.step} on"
-
-
-def _resume_advice(whole: int | None, record: dict[str, Any], *, trained: bool) -> str:
-    """Return how the run goes on; of one that had not begun to train, nothing is said of checkpoints."""
-    command = "resume_from_checkpoint=True" if "settings" in record else "upweight train CONFIG --resume"
-    return resume_from(whole, f"`{record.get('command') or command}`") if trained or whole else "start again"
