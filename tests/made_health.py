@@ -53,6 +53,8 @@ SICK = [
     ("reward fails", HEALTHY, {"rewards/correct/failed_share": lambda step: 0.25 * (step % 3 == 0)}),
     ("flat reward", {**HEALTHY, "reward": lambda step: 0.3 + 0.05 * (-1) ** step}, {}),
     ("reward falls", HEALTHY, {"reward": 0.05}),
+    ("reward collapses", {**HEALTHY, "completions/clipped_ratio": 0.3, "reward_std": 0.4},  # little to lose
+     {"reward": 0.25, "reward_std": 0.1, "frac_reward_zero_std": 0.7, "completions/clipped_ratio": 0.98}),
     ("reward collapses", HEALTHY,  # as after steps that are too large, without a reference
      {**ALL_ALIKE, "reward": -0.1, "completions/clipped_ratio": 1.0, "sampling/entropy": 0.7,
       "rewards/correct/mean": 0.0, "rewards/correct/std": 0.0, "grad_norm": lambda step: 40.0 * (step % 3 == 0)}),

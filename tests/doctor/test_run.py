@@ -74,6 +74,17 @@ def test_remedies_name_the_config_of_the_run_as_it_is_typed(tmp_path):
     assert f"`upweight rewards {tmp_path}/config.yaml`" in wrong(sick)["no signal"].remedy
 
 
+def test_a_remedy_names_the_checkpoint_from_before_the_verdict(tmp_path):
+    _, usual, then = next(case for case in SICK if case[0] == "kl explosion")  # from step 21 on
+    sick = recorded(tmp_path, run_of(usual, then))
+    assert "before kl rose (none of before is left)" in wrong(sick)["kl explosion"].remedy
+    for step in (10, 20, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"x")
+        mark_whole(tmp_path / f"checkpoint-{step}")
+    assert f"(`resume_from_checkpoint={tmp_path}/checkpoint-20`)" in wrong(sick)["kl explosion"].remedy
+
+
 @pytest.mark.parametrize("name", slow_except(["truncated"], MADE))
 def test_a_run_that_is_made_sick_is_named(name, model_folder, tmp_path):
     keys, trl, remedy = MADE[name]
@@ -145,7 +156,9 @@ def test_how_a_run_ended_is_said(tmp_path, monkeypatch):
     level, says, remedy = said(state="stopped")
     assert (level, says) == ("warning", "was stopped at step 30 of 90")
     assert "no whole checkpoint" in remedy
-    assert check_run(recorded(tmp_path, [], state="failed", message="no"))[0].remedy == "correct the cause; start again"
+    assert check_run(recorded(tmp_path, [], state="failed", message="no"))[0].remedy == (
+        "correct the cause; start again with `upweight train CONFIG`"
+    )
     assert said(state="failed", message="loss is nan")[1] == "failed at step 30 of 90: loss is nan"
     assert said(state="running", machine="elsewhere", pid=1)[0] == "note"
 

@@ -13,7 +13,7 @@ from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.log import counted
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
-from upweight.runs.command import resume_from
+from upweight.runs.command import recorded_advice
 from upweight.runs.files import (
     CONFIG,
     HEALTH,
@@ -35,6 +35,7 @@ KILLED_ERRORS = (
     "it recorded no reason, as when Ctrl-C is pressed twice, or when host memory is full (exit code -9 or 137): look "
     "into the system's log; fewer dataloader_num_workers and no dataset_keep_in_memory need less; then "
 )
+NAMED_CHECKPOINT = "`resume_from_checkpoint=RUN/checkpoint-N`"  # in the remedies of rules
 FULL = 64 << 20  # bytes free, of a disk on which no checkpoint has room
 
 
@@ -69,7 +70,7 @@ def check_run(folder: Path) -> list[Finding]:
     ended = _run_state(rows, record, state, whole)
     if state == "killed" and (free := shutil.disk_usage(folder).free) < FULL:
         full = (
-            f"its disk is full ({free >> 20} MiB free): make room; {_resume_advice(whole, record, trained=bool(rows))}"
+            f"its disk is full ({free >> 20} MiB free): make room; {recorded_advice(record, whole, trained=bool(rows))}"
         )
         ended = replace(
             ended, says=f"ended {ended.says.partition('outside ')[2]} and could not record why", remedy=full
@@ -80,6 +81,8 @@ def check_run(folder: Path) -> list[Finding]:
     if "settings" not in record and (folder / CONFIG).is_file():  # a script has no config to name
         typed = shlex.quote(str(folder / CONFIG))
         health = [replace(one, remedy=re.sub(r"\bCONFIG\b", lambda _: typed, one.remedy)) for one in health]
+    complete = [(step, path) for step, path, reason in checkpoints if reason is None]
+    health = [replace(one, remedy=_with_checkpoint(one, complete)) for one in health]
     return [ended, *damaged, *warnings, *health]
 
 
@@ -93,7 +96,7 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
         return Finding("alarm", "out of memory", f"the run failed {where}: {message}", MEMORY_REMEDIES, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
-    advice = _resume_advice(whole, record, trained=bool(rows))
+    advice = recorded_advice(record, whole, trained=bool(rows))
     endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
         "stopped": ("warning", f"was stopped {where}", advice),
@@ -103,6 +106,14 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)
+
+
+def _with_checkpoint(verdict: Finding, checkpoints: list[tuple[int, Path]]) -> str:
+    """Return the remedy of a verdict with the newest checkpoint from before it held, where it names any."""
+    since = verdict.evidence.get("step", 0) - verdict.evidence.get("steps", 0)
+    before = next((path for step, path in checkpoints if step <= since), None)
+    typed = "none of before is left" if before is None else f"`resume_from_checkpoint={shlex.quote(str(before))}`"
+    return verdict.remedy.replace(NAMED_CHECKPOINT, typed)
 
 
 def _remedies_of_script(folder: Path) -> dict[str, str]:
@@ -142,9 +153,3 @@ def _judge_later(waiting: list[Waiting]) -> str:
     if len(waiting) == 1:
         return f"the rule '{first.name}' judges from step {first.step} on"
     return f"{len(waiting)} rules judge later: '{first.name}' from step {first.step} on, all from step {last.step} on"
-
-
-def _resume_advice(whole: int | None, record: dict[str, Any], *, trained: bool) -> str:
-    """Return how the run goes on; of one that had not begun to train, nothing is said of checkpoints."""
-    command = "resume_from_checkpoint=True" if "settings" in record else "upweight train CONFIG --resume"
-    return resume_from(whole, f"`{record.get('command') or command}`") if trained or whole else "start again"

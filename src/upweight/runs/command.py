@@ -2,9 +2,10 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from upweight.config.redact import redacted
 from upweight.runs.checkpoints import newest_marked
@@ -57,6 +58,15 @@ def resume_from(step: int | None, command: str) -> str:
     if step is None:
         return "start again: there is no whole checkpoint (save_steps sets how often one is written)"
     return f"go on from step {step} with {command}"
+
+
+def recorded_advice(record: Mapping[str, Any], whole: int | None, *, trained: bool) -> str:
+    """Return how a run that has ended goes on; of one that had not begun to train, nothing is said of checkpoints."""
+    unnamed = "resume_from_checkpoint=True" if "settings" in record else "upweight train CONFIG --resume"
+    command = f"`{record.get('command') or unnamed}`"
+    if trained or whole:
+        return resume_from(whole, command)
+    return f"start again with {command.replace(f' {OPTION}', '')}" if "upweight train" in command else "start again"
 
 
 def recorded_command() -> str | None:

@@ -98,10 +98,39 @@ def test_images_of_the_prompt_and_of_tools_are_shown(tmp_path):
 
 
 def test_rewards_and_lengths_are_drawn_over_steps(tmp_path):
-    shown = seen(write_report([write_run(tmp_path / "run")]), tmp_path)
+    run = write_run(tmp_path / "run")
+    rows = [completion(10, place, tokens=place + 1, rewards={"correct": place / 4}) for place in range(4)]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines(rows))
+    shown = seen(write_report([run]), tmp_path)
     assert "Rewards of completions" in shown
     assert "Lengths of completions" in shown
     assert shown.count("<rect") >= 4
+
+
+def test_a_constant_value_of_all_completions_is_written(tmp_path):
+    shown = seen(write_report([write_run(tmp_path / "run")]), tmp_path)
+    cards = re.findall(r'<figure class="chart spread">.*?</figure>', shown)
+    assert len(cards) == 2
+    assert all("<b>2</b> for every completion, in all 2 steps" in card and "<svg" not in card for card in cards)
+
+
+def test_compared_runs_name_each_measure_once(tmp_path):
+    logged = {
+        "pairs": {"rewards/accuracies": 0.5, "rewards/margins": 1.0, "entropy": 2.0},
+        "scores": {"accuracy": 0.7, "margin": 0.1},
+        "online": {"reward": 1.0, "sampling/entropy": 1.5},
+    }
+    runs = [
+        write_run(tmp_path / name, rows=[{"step": step, **values} for step in (1, 2)], config={"rl": name})
+        for name, values in logged.items()
+    ]
+    table, _, _ = seen(write_report(runs), tmp_path).partition("</table>")
+    names = re.findall(r'<th scope="row">(.*?)</th>', table)
+    assert {"Accuracy", "Margin", "Entropy", "Entropy of the sampler"} <= set(names)
+    assert len(names) == len(set(names))
+    (accuracies,) = re.findall(r'<tr><th scope="row">Accuracy</th>.*?</tr>', table)
+    assert "0.5" in accuracies
+    assert "0.7" in accuracies
 
 
 def test_a_young_run_is_not_green(tmp_path):
@@ -147,6 +176,22 @@ def test_no_page_is_wider_than_its_screen_or_logs_an_error(width, tallest, tmp_p
             assert page.value("document.documentElement.scrollHeight") < tallest
             legends = "[...document.querySelectorAll('.legend')]"
             assert page.value(f"{legends}.filter((one) => one.scrollWidth > one.clientWidth + 1).length") == 0
+
+
+def test_links_to_sections_scroll_by_themselves_on_a_phone(tmp_path):
+    with browser_page(tmp_path / "profile") as page:
+        page.open(write_report([write_run(tmp_path / "run", steps=40)]).resolve().as_uri(), 390)
+        nav = "document.getElementById('sections')"
+        assert page.value(f"getComputedStyle({nav}).overflowX") == "auto"
+        assert "local" in page.value(f"getComputedStyle({nav}).backgroundAttachment")  # the shadows beside more links
+        assert page.value(f"{nav}.scrollLeft = 1000, {nav}.scrollLeft") > 0
+        for name in page.value(f"[...{nav}.children].map((link) => link.hash.slice(1))"):
+            page.value(f"{nav}.querySelector('[href=\"#{name}\"]').click()")
+            top = f"document.getElementById('{name}').getBoundingClientRect().top"
+            at_end = "innerHeight + scrollY >= document.documentElement.scrollHeight - 2"
+            assert 0 <= page.value(f"{top} - {nav}.getBoundingClientRect().bottom") < 40 or page.value(at_end), name
+        assert page.value("scrollX") == 0
+        assert page.value("document.documentElement.scrollWidth") <= 390
 
 
 def test_words_are_found_in_all_steps(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from made_reports import CONFIG, metrics, write_run
 from upweight.doctor.run import check_run
+from upweight.runs.checkpoints import mark_whole
 from upweight.runs.files import this_machine
 from upweight.runs.report.page import PageReader
 from upweight.runs.report.run import RunReader, folders_of
@@ -27,7 +28,7 @@ def test_a_finished_run(tmp_path):
     facts = dict(run["facts"])
     assert facts["Rewards"] == "2 \u00d7 rewards.correct, 0.5 \u00d7 length"
     assert facts["Rows"] == "1,234"
-    assert facts["Batch"] == "8 \u00d7 2"
+    assert facts["Batch"] == "8 \u00d7 2 accumulated"
     assert run["completions"][0]["rows"][0]["reward"] == 2.0
     (held_out,) = run["held_out"]
     assert held_out["lines"][0] == {"metric": "reward", "before": 0.1, "after": 10.1, "first": 0, "last": 10}
@@ -62,6 +63,41 @@ def test_how_a_run_stands(tmp_path):
         assert (run["state"], run["message"]) == (state, record.get("message"))
     elsewhere = {"state": "running", "machine": "another", "pid": gone.pid}
     assert read(write_run(tmp_path / "elsewhere", record=elsewhere))["state"] == "running"
+
+
+def test_the_page_says_how_a_run_goes_on(tmp_path):
+    command = "upweight train my.yaml --resume"
+    rows = [metrics(step) for step in range(1, 9)]
+
+    def said(name, logged=rows, checkpoint=None, **record):
+        folder = write_run(tmp_path / name, rows=rows, record={"command": command, **record})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+        if checkpoint:
+            (folder / f"checkpoint-{checkpoint}").mkdir()
+            (folder / f"checkpoint-{checkpoint}" / "model.safetensors").write_bytes(b"x")
+            mark_whole(folder / f"checkpoint-{checkpoint}")
+        advice = read(folder)["advice"]
+        assert advice in check_run(folder)[0].remedy
+        assert advice[1:] in " ".join(text_page(PageReader([folder]).read(), 100).split())
+        return advice
+
+    failed = {"state": "failed", "message": "step 8: loss is nan"}
+    onward = f"go on from step 5 with `{command}`"
+    assert said("failed", checkpoint=5, **failed) == onward
+    assert said("stopped", checkpoint=5, state="stopped") == onward
+    assert said("without", **failed).startswith("start again: there is no whole checkpoint")
+    assert said("at-once", logged=[], **failed) == "start again with `upweight train my.yaml`"
+    assert said("script", logged=[], state="failed", message="no", settings={}, command=None) == "start again"
+    assert said("done", state="done") == ""
+    assert said("known", checkpoint=5, state="failed", message=f"the disk is full. Mend it and {onward}.") == ""
+
+
+def test_keys_of_two_runs_are_compared_one_by_one_as_yaml_writes_them(tmp_path):
+    config = {**CONFIG, "datasets": [{"path": "rows.jsonl", "shuffle": True}], "seed": None}
+    settings = read(write_run(tmp_path / "run", config=config))["settings"]
+    assert settings["datasets.0.path"] == "rows.jsonl"
+    assert settings["datasets.0.shuffle"] == "true"
+    assert settings["seed"] == "null"
 
 
 def test_folders_without_a_run(tmp_path):

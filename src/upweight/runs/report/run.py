@@ -1,5 +1,6 @@
 """Reads everything that the page shows of one run folder."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ import yaml
 
 from upweight.log import counted
 from upweight.processes import is_alive
+from upweight.runs.checkpoints import newest_marked
+from upweight.runs.command import recorded_advice
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
 from upweight.runs.health import outdated, too_early
 from upweight.runs.report.charts import COMPARED, split_set
@@ -46,6 +49,7 @@ class RunReader:
         method = METHOD_NAMES.get(chosen, chosen.upper())
         completions, notes = self.written.read(_numbers(_trl_block(config).get("reward_weights")))
         logged = len({row["step"] for row in rows if isinstance(row.get("step"), int)})
+        status = run_status(record, there=self.folder.is_dir(), logged=bool(steps or eval_steps))
         if logged > POINTS:
             notes.append(f"Curves show {POINTS:,} of {logged:,} logged steps; all of them are in {METRICS}.")
         if self.metrics.unreadable:
@@ -55,7 +59,8 @@ class RunReader:
             "folder": str(self.folder),
             "method": method,
             "online": str(config.get("rl", "")) in ONLINE or "reward" in values,
-            **run_status(record, there=self.folder.is_dir(), logged=bool(steps or eval_steps)),
+            **status,
+            "advice": self._advice(record, status, trained=bool(logged)),
             "step": max([*steps, *eval_steps], default=0),
             "max_steps": number(record.get("max_steps")) or number(config.get("max_steps")),
             "facts": facts(config, record, method),
@@ -82,6 +87,13 @@ class RunReader:
         if self.warnings[0] != written:
             self.warnings = written, settings_warnings(self.folder, record)
         return self.warnings[1]
+
+    def _advice(self, record: Mapping[str, Any], status: Mapping[str, Any], *, trained: bool) -> str:
+        """Return how a run goes on that ended before its last step, unless the message about its end says so."""
+        if status["state"] not in ("failed", "killed", "stopped"):
+            return ""
+        advice = recorded_advice(record, newest_marked(self.folder), trained=trained)
+        return "" if advice in (status["message"] or "") else plain(advice, 2000)
 
     def _verdicts(self) -> list[dict[str, Any]]:
         verdicts = self.health.read()
@@ -118,7 +130,8 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
     """Return the model, the data and the main settings as labelled texts."""
     trl, adapter = _trl_block(config), config.get("adapter")
     rank = f", rank {config['lora_r']}" if config.get("lora_r") else ""
-    batch = [config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks")]
+    batch = (config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks"))
+    batch_words = zip(batch, ("", " accumulated", " processes"), strict=True)
     held_out = record.get("held_out_rows")
     backend = trl.get("vllm_mode", "server") if trl.get("use_vllm") else trl.get("rollout_backend")
     texts = {
@@ -128,7 +141,9 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
         "Data": ", ".join(_dataset_name(row) for row in config.get("datasets") or () if isinstance(row, Mapping)),
         "Rows": f"{record['rows']:,}" if isinstance(record.get("rows"), int) else None,
         "Held-out rows": f"{held_out:,}" if isinstance(held_out, int) and held_out else None,
-        "Batch": f" {TIMES} ".join(str(part) for part in batch if isinstance(part, int) and part) or None,
+        "Batch": f" {TIMES} ".join(
+            f"{part}{words}" for part, words in batch_words if isinstance(part, int) and (part > 1 or not words)
+        ),
         "Learning rate": f"{config['learning_rate']:g}" if number(config.get("learning_rate")) is not None else None,
         "Completions of a prompt": trl.get("num_generations"),
         "Longest completion": f"{trl['max_completion_length']} tokens" if trl.get("max_completion_length") else None,
@@ -210,9 +225,12 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _flat_keys(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return every key by its full path, for comparing two runs."""
+    """Return every key by its full path, as an override names it, for comparing two runs."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
-        flat |= _flat_keys(value, f"{path}.") if isinstance(value, Mapping) else {path: plain(str(value), 300)}
+        is_list = isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
+        inner = dict(enumerate(value)) if is_list else value
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        flat |= _flat_keys(inner, f"{path}.") if isinstance(inner, Mapping) else {path: plain(written, 300)}
     return flat

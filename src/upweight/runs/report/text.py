@@ -47,6 +47,8 @@ def _run_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
     yield f"{run['name']}  {run['method']}  {_standing(run, width - len(run['name']) - len(run['method']) - 4)}"
     if run["message"]:
         yield from textwrap.wrap(run["message"], width)
+    if run["advice"]:
+        yield from textwrap.wrap(f"{run['advice'][0].upper()}{run['advice'][1:]}.", width)
     rows = []
     for name, steps, values in _series(run):
         known = [value for value in values if value is not None]

@@ -7,18 +7,18 @@ const STATES = {
 };
 
 const STATE_WORDS = {
-  stopped: "It was stopped by hand or by a signal, with a checkpoint; upweight train CONFIG --resume goes on from there.",
-  killed: "Its process is gone, and it did not end by itself: it was killed, or the machine went down. upweight train CONFIG --resume goes on from the last whole checkpoint.",
+  stopped: "It was stopped by hand or by a signal.",
+  killed: "Its process is gone, and it did not end by itself: it was killed, its disk was full, or the machine went down.",
   empty: "This folder holds no run. A run's folder is the output_dir of its config; upweight train CONFIG fills it.",
   missing: "There is no such folder yet. This page fills as soon as training begins.",
 };
 
-const TILES = ["reward", "eval_reward", "loss", "eval_loss", "rewards/accuracies", "rewards/margins", "accuracy", "mean_token_accuracy",
+const TILES = ["reward", "eval_reward", "loss", "eval_loss", "rewards/accuracies", "rewards/margins", "margin", "accuracy", "mean_token_accuracy",
   "kl", "entropy", "sampling/entropy", "completions/mean_length", "grad_norm", "tokens_per_second"];
 const TILE_WORDS = {
   reward: "Reward", eval_reward: "Held-out reward", loss: "Loss", eval_loss: "Held-out loss", "rewards/accuracies": "Accuracy",
-  "rewards/margins": "Margin", accuracy: "Accuracy", mean_token_accuracy: "Token accuracy", kl: "KL", entropy: "Entropy",
-  "sampling/entropy": "Entropy", "completions/mean_length": "Tokens of a completion", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
+  "rewards/margins": "Margin", margin: "Margin", accuracy: "Accuracy", mean_token_accuracy: "Token accuracy", kl: "KL", entropy: "Entropy",
+  "sampling/entropy": "Entropy of the sampler", "completions/mean_length": "Tokens of a completion", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
 };
 const UP = /reward|accurac|margin|pass@/;
 const DOWN = /loss/;
@@ -69,8 +69,9 @@ function standing(run) {
 }
 
 function messageOf(run) {
-  if (run.message) return el("div", { class: "message-box", role: "alert" }, el("strong", {}, "Why it failed"), el("pre", {}, run.message));
-  return STATE_WORDS[run.state] ? el("p", { class: "note" }, STATE_WORDS[run.state]) : null;
+  if (run.message) return el("div", { class: "message-box", role: "alert" }, el("strong", {}, "Why it failed"), el("pre", {}, run.message),
+    run.advice && el("p", {}, el("strong", {}, "Once the cause is corrected: "), code(`${run.advice}.`)));
+  return STATE_WORDS[run.state] ? el("p", { class: "note" }, STATE_WORDS[run.state], " ", code(sentence(run.advice))) : null;
 }
 
 function tileRow(run) {
@@ -87,7 +88,7 @@ function tileRow(run) {
 }
 
 function comparisonOf(runs) {
-  const names = [...new Set(runs.flatMap(tilesOf))];
+  const names = Object.groupBy(new Set(runs.flatMap(tilesOf)), (name) => TILE_WORDS[name]); // methods differ in the name of a measure
   return el("div", { class: "scroll" }, el("table", { class: "compare" },
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "unseen" }, "Metric")), runs.map((run, number) => {
       const swatch = el("i", { class: "swatch", "aria-hidden": "true" });
@@ -98,9 +99,9 @@ function comparisonOf(runs) {
       el("tr", {}, el("th", { scope: "row" }, "State"), runs.map((run) => el("td", {}, pill(run)))),
       el("tr", {}, el("th", { scope: "row" }, "Method"), runs.map((run) => el("td", {}, run.method || "\u2013"))),
       el("tr", {}, el("th", { scope: "row" }, "Steps"), runs.map((run) => el("td", {}, run.step.toLocaleString("en")))),
-      names.map((name) => el("tr", {}, el("th", { scope: "row" }, TILE_WORDS[name]), runs.map((run) => {
-        const values = known(run, name);
-        if (!values.length) return el("td", {}, "\u2013");
+      Object.entries(names).map(([words, same]) => el("tr", {}, el("th", { scope: "row" }, words), runs.map((run) => {
+        const values = same.map((name) => known(run, name)).find((logged) => logged.length);
+        if (!values) return el("td", {}, "\u2013");
         return el("td", {}, el("b", {}, show(values[values.length - 1][1])), el("span", { class: "small" }, ` from ${show(values[0][1])}`));
       }))))));
 }
@@ -120,7 +121,7 @@ function renderSections() {
   const links = [["health", "Health"], ["held-out", "Before and after"], ["curves", "Curves"], ["completions", "Completions"], ["config", "Config and data"]]
     .filter(([id]) => !byId(id).hidden);
   byId("sections").hidden = !links.length;
-  fill(byId("sections"), links.map(([id, text]) => el("a", { href: `#${id}` }, text)));
+  whenChanged("sections", links, () => fill(byId("sections"), links.map(([id, text]) => el("a", { href: `#${id}` }, text))));
 }
 
 const RELATIONS = { above: ">", below: "<", near: "within" };

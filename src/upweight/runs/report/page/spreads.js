@@ -17,7 +17,10 @@ function spreadCard(run, number, kind, title, meaning, several) {
   const values = parts.flatMap((part) => part[kind]);
   if (parts.length < 2) return null;
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  const size = (high - low) / BINS || 1;
+  const card = (...shown) => el("figure", { class: "chart spread" }, el("span", { class: "of-group" }, several ? run.name : "Completions"),
+    el("figcaption", {}, el("span", { class: "chart-title" }, title), kind === "lengths" && el("span", { class: "unit" }, "tokens")), shown);
+  if (low === high) return card(el("p", { class: "constant" }, el("b", {}, show(low)), ` for every completion, in all ${parts.length} steps that are shown`));
+  const size = (high - low) / BINS;
   const bin = (value) => Math.min(Math.floor((value - low) / size), BINS - 1);
   const counts = parts.map((part) => {
     const column = new Array(BINS).fill(0);
@@ -25,9 +28,7 @@ function spreadCard(run, number, kind, title, meaning, several) {
     return column.map((count) => count / part[kind].length);
   });
   const words = `${title}: from ${show(low)} to ${show(high)} in ${plural(parts.length, "step")}; at step ${parts[parts.length - 1].step} the middle is ${show(middleOf(parts[parts.length - 1][kind]))}`;
-  return el("figure", { class: "chart spread" }, el("span", { class: "of-group" }, several ? run.name : "Completions"),
-    el("figcaption", {}, el("span", { class: "chart-title" }, title), kind === "lengths" && el("span", { class: "unit" }, "tokens")),
-    el("p", { class: "meaning" }, meaning), spreadPlot(parts, counts, { low, high, size, colour: runColour(several ? number : 0), words }));
+  return card(el("p", { class: "meaning" }, meaning), spreadPlot(parts, counts, { low, high, size, colour: runColour(several ? number : 0), words }));
 }
 
 const middleOf = (values) => values.slice().sort((one, other) => one - other)[Math.floor(values.length / 2)];
