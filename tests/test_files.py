@@ -1,11 +1,12 @@
 """What is written is there in full or not at all."""
 
 import os
+import resource
 import subprocess
 
 import pytest
 
-from upweight.files import atomic_path, remove_partials, write_text
+from upweight.files import atomic_path, remove_partials, storage_error, write_text
 
 
 def test_a_text_takes_the_place_of_the_one_before(tmp_path):
@@ -44,3 +45,15 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
         (tmp_path / name).touch()
     remove_partials(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_a_write_that_the_system_refuses_names_its_file(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as raised:
+            write_text(tmp_path / "page.html", "x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(tmp_path / "page.html") in (storage_error(raised.value) or "")
+    assert not list(tmp_path.iterdir())

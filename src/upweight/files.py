@@ -26,6 +26,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(path)
+    except OSError as error:
+        # A full disk is met by a file that is open, which has no name then.
+        if error.errno in STORAGE_ERRORS and error.filename in (None, str(partial)):
+            error.filename = str(path)
+        raise
     finally:
         _remove(partial)
 

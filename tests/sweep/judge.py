@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -185,4 +186,4 @@ def _quiet() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     words = " ".join(str(error).split())
-    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"[:160]
+    return words if isinstance(error, UserError) else textwrap.shorten(f"{type(error).__name__}: {words}", 160)

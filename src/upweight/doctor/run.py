@@ -26,6 +26,7 @@ from upweight.runs.files import (
     this_machine,
 )
 from upweight.runs.health import Waiting, too_early, verdicts
+from upweight.runs.remedies import as_typed
 from upweight.runs.report.run import folders_of, run_status
 from upweight.runs.settings import settings_warnings
 
@@ -35,7 +36,6 @@ KILLED_ERRORS = (
     "it recorded no reason, as when Ctrl-C is pressed twice, or when host memory is full (exit code -9 or 137): look "
     "into the system's log; fewer dataloader_num_workers and no dataset_keep_in_memory need less; then "
 )
-NAMED_CHECKPOINT = "`resume_from_checkpoint=RUN/checkpoint-N`"  # in the remedies of rules
 FULL = 64 << 20  # bytes free, of a disk on which no checkpoint has room
 
 
@@ -78,11 +78,8 @@ def check_run(folder: Path) -> list[Finding]:
     failed, remedies = ended.level == "alarm", _remedies_of_script(folder) if "settings" in record else {}
     warnings = [Finding("warning", "keys", warning) for warning in settings_warnings(folder, record)]
     health = list(_check_health(rows, remedies, failed=failed))
-    if "settings" not in record and (folder / CONFIG).is_file():  # a script has no config to name
-        typed = shlex.quote(str(folder / CONFIG))
-        health = [replace(one, remedy=re.sub(r"\bCONFIG\b", lambda _: typed, one.remedy)) for one in health]
     complete = [(step, path) for step, path, reason in checkpoints if reason is None]
-    health = [replace(one, remedy=_with_checkpoint(one, complete)) for one in health]
+    health = [replace(one, remedy=as_typed(one.remedy, one.evidence, folder, record, complete)) for one in health]
     return [ended, *damaged, *warnings, *health]
 
 
@@ -106,14 +103,6 @@ def _run_state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, w
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)
-
-
-def _with_checkpoint(verdict: Finding, checkpoints: list[tuple[int, Path]]) -> str:
-    """Return the remedy of a verdict with the newest checkpoint from before it held, where it names any."""
-    since = verdict.evidence.get("step", 0) - verdict.evidence.get("steps", 0)
-    before = next((path for step, path in checkpoints if step <= since), None)
-    typed = "none of before is left" if before is None else f"`resume_from_checkpoint={shlex.quote(str(before))}`"
-    return verdict.remedy.replace(NAMED_CHECKPOINT, typed)
 
 
 def _remedies_of_script(folder: Path) -> dict[str, str]:

@@ -112,9 +112,14 @@ def checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
     return sorted(checkpoints, reverse=True)
 
 
+def marked_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
+    """Return those that are marked as complete, newest first; their files are not read."""
+    return [(step, folder) for step, folder in checkpoints_of(run_folder) if (folder / WHOLE).is_file()]
+
+
 def newest_marked(run_folder: Path) -> int | None:
-    """Return the step of the newest checkpoint that was marked as complete, without reading its files."""
-    return next((step for step, folder in checkpoints_of(run_folder) if (folder / WHOLE).is_file()), None)
+    """Return the step of the newest checkpoint that is marked as complete."""
+    return next((step for step, _ in marked_checkpoints(run_folder)), None)
 
 
 def nothing_to_resume(run_folder: Path) -> str | None:

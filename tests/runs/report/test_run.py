@@ -178,3 +178,16 @@ def test_failures_of_a_reward_are_none_where_none_is_logged(tmp_path):
     page = PageReader([write_run(tmp_path / "run", rows=rows)]).read()
     assert page["runs"][0]["metrics"]["rewards/a/failed"] == [0.0, 2.0, 0.0, 0.0, 2.0]
     assert [chart["title"] for chart in page["charts"]] == ["a", "a without a value"]
+
+
+def test_remedies_on_the_page_name_what_is_typed(tmp_path):
+    verdict = {"name": "kl explosion", "level": "alarm", "step": 8, "steps": 2, "meaning": "far"}
+    remedy = "from before (`resume_from_checkpoint=RUN/checkpoint-N`), or `upweight rewards CONFIG`"
+    folder = write_run(tmp_path / "run", rows=[metrics(step) for step in range(1, 9)])
+    (folder / "health.jsonl").write_text(json.dumps(verdict | {"remedy": remedy}) + "\n")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "model.safetensors").write_bytes(b"x")
+    mark_whole(folder / "checkpoint-5")
+    (typed,) = (one["remedy"] for one in read(folder)["health"])
+    assert f"resume_from_checkpoint={folder / 'checkpoint-5'}`" in typed
+    assert f"`upweight rewards {folder / 'config.yaml'}`" in typed

@@ -10,10 +10,11 @@ import yaml
 
 from upweight.log import counted
 from upweight.processes import is_alive
-from upweight.runs.checkpoints import newest_marked
+from upweight.runs.checkpoints import marked_checkpoints, newest_marked
 from upweight.runs.command import recorded_advice
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
 from upweight.runs.health import outdated, too_early
+from upweight.runs.remedies import as_typed
 from upweight.runs.report.charts import COMPARED, split_set
 from upweight.runs.report.completions import CompletionsReader, reward_ranges
 from upweight.runs.report.reading import POINTS, columns, number, plain
@@ -66,7 +67,7 @@ class RunReader:
             "facts": facts(config, record, method),
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
             "settings": _flat_keys(config),
-            "health": plain(self._verdicts(), LONGEST_VERDICT),
+            "health": plain(self._verdicts(record), LONGEST_VERDICT),
             "warnings": plain(self._warnings(record), LONGEST_VERDICT),
             "too_early": [one._asdict() for one in too_early(row for row in rows if isinstance(row.get("step"), int))],
             "steps": steps,
@@ -95,10 +96,15 @@ class RunReader:
         advice = recorded_advice(record, newest_marked(self.folder), trained=trained)
         return "" if advice in (status["message"] or "") else plain(advice, 2000)
 
-    def _verdicts(self) -> list[dict[str, Any]]:
+    def _verdicts(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the verdicts that stand, with remedies as they are typed."""
         verdicts = self.health.read()
         left_out = outdated(str(verdict.get("name")) for verdict in verdicts)
-        return [verdict for verdict in verdicts if verdict.get("name") not in left_out]
+        standing = [verdict for verdict in verdicts if verdict.get("name") not in left_out]
+        whole = marked_checkpoints(self.folder) if standing else []
+        return [
+            one | {"remedy": as_typed(str(one.get("remedy", "")), one, self.folder, record, whole)} for one in standing
+        ]
 
     def _config_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the resolved config, or the settings in a script's record, without secrets."""
