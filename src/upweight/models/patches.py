@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, has_form, is_few, plain_adapter
 from upweight.models.kernels.packed_product import readable
-from upweight.models.kernels.recompute import draws, recompute_layer
+from upweight.models.kernels.recompute import draws, is_unread, note_output, recompute_layer
 from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
 from upweight.models.modules import context_value, wrap_forward
 
@@ -104,8 +104,9 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     elif torch.compiler.is_compiling():
         out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
     else:
-        out = LowRankLinear.apply(scaling, bias, x_ND, weight, down, up)
-    assert isinstance(out, Tensor)
+        out = LowRankLinear.apply(scaling, bias, is_unread(self), x_ND, weight, down, up)
+        assert isinstance(out, Tensor)
+        note_output(self, out)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 

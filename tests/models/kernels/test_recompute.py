@@ -15,10 +15,12 @@ from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection
 from upweight.engine.activations import enable_checkpointing
 from upweight.models.adapters.attach import attach_adapter
-from upweight.models.kernels import recompute
-from upweight.models.kernels.recompute import Recomputed, read_weights
+from upweight.models.kernels import lora_linear, recompute, tiled_mlp
+from upweight.models.kernels.recompute import Recomputed, Run, is_unread, note_output, read_weights
+from upweight.models.kernels.tiled_mlp import tile_blocks
 from upweight.models.load import disable_dropout
 from upweight.models.modules import dropout_rates
+from upweight.models.patches import add_adapters_in_place
 from upweight.models.precision import set_up_precision
 
 IDS = torch.arange(2, 39)[None]
@@ -64,6 +66,65 @@ def test_gradients_are_those_of_a_model_that_keeps_everything(kind, lora):
     assert found.keys() == right[1].keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, right[1][name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile", "products"),
+    [
+        ("llama", None, 1),  # the last of the block
+        ("qwen3", None, 1),
+        ("cohere", None, 2),  # attention and block side by side
+        ("gemma3_text", None, 0),  # a norm reads it
+        ("granite", None, 0),  # it is scaled
+        ("llama", 8, 1 + 5),  # the block, and the last product of each tile
+        ("gemma3_text", 8, 5),
+    ],
+)
+def test_what_nothing_reads_is_not_computed_again(kind, tile, products, monkeypatch):
+    model = adapted(kind)
+    add_adapters_in_place(model)
+    right = gradients(model)
+    enable_checkpointing(model, every_layer=True, one_node=True)
+    if tile:
+        monkeypatch.setattr(tiled_mlp, "TILE", tile)
+        tile_blocks(model)
+    left_out = []
+
+    def unread(shape, like):
+        left_out.append(shape)
+        return like.new_full(shape, torch.nan)
+
+    for module in (recompute, lora_linear):
+        monkeypatch.setattr(module, "empty", unread)
+    gradients(model)  # the first recomputation shows what is read
+    for _ in range(2):
+        left_out.clear()
+        loss, found = gradients(model)
+        assert len(left_out) == products * model.config.num_hidden_layers
+        assert loss == pytest.approx(right[0], abs=1e-6)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, right[1][name], atol=1e-5, rtol=1e-5)
+
+
+def test_an_output_that_is_read_elsewhere_is_computed(monkeypatch):
+    class Layer(nn.Module):
+        def __init__(self, reads):
+            super().__init__()
+            self.inner, self.reads = nn.Linear(4, 4), reads
+
+        def forward(self, x):
+            out = self.inner(x)
+            note_output(self.inner, out)
+            found.append(is_unread(self.inner))
+            return x + out * out if self.reads else x + out.view(x.shape)
+
+    for reads in (False, True):
+        found: list[bool] = []
+        layer = Layer(reads)
+        x = torch.randn(3, 4, requires_grad=True)
+        for _ in range(2):
+            Recomputed.apply(Run(layer, layer.forward), None, x, *read_weights(layer)).sum().backward()
+        assert found == [False, False, False, not reads]  # two forwards, and the second recomputation
 
 
 def test_gradients_reach_float32_masters_through_their_copies(nodes):

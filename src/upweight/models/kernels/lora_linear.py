@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from upweight.models.kernels.packed_product import dtype_of, is_packed, readable
+from upweight.models.kernels.recompute import empty
 from upweight.models.kernels.tiles import most_rows
 
 if torch.cuda.is_available() and find_spec("triton"):
@@ -76,10 +77,14 @@ class LowRankLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scaling: float, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, scaling: float, bias: Tensor | None, unread: bool, *tensors: Tensor) -> Tensor:
+        """`unread`: nothing reads the output, which is not computed."""
         x_ND, weight, down, up = tensors
         narrow = F.linear(x_ND, down)
-        out = F.linear(x_ND, readable(weight), bias).addmm_(narrow, up.t(), alpha=scaling)
+        if unread:
+            out = empty((len(x_ND), len(up)), x_ND)
+        else:
+            out = F.linear(x_ND, readable(weight), bias).addmm_(narrow, up.t(), alpha=scaling)
         packed = is_packed(weight)
         ctx.save_for_backward(x_ND, narrow, None if packed else weight, down, up)
         ctx.scaling, ctx.packed = scaling, weight if packed else None  # saved, it would lose what it is unpacked by
@@ -89,12 +94,12 @@ class LowRankLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         x_ND, narrow, weight, down, up = ctx.saved_tensors
-        weight = readable(ctx.packed) if weight is None and ctx.needs_input_grad[2] else weight
+        weight = readable(ctx.packed) if weight is None and ctx.needs_input_grad[3] else weight
         grad_narrow = _scaled_product(grad, up, ctx.scaling)
-        grad_x = (grad @ weight).addmm_(grad_narrow, down) if ctx.needs_input_grad[2] else None
-        grad_down = grad_narrow.t() @ x_ND if ctx.needs_input_grad[4] else None
-        grad_up = _scaled_product(grad.t(), narrow, ctx.scaling) if ctx.needs_input_grad[5] else None
-        return None, None, grad_x, None, grad_down, grad_up
+        grad_x = (grad @ weight).addmm_(grad_narrow, down) if ctx.needs_input_grad[3] else None
+        grad_down = grad_narrow.t() @ x_ND if ctx.needs_input_grad[5] else None
+        grad_up = _scaled_product(grad.t(), narrow, ctx.scaling) if ctx.needs_input_grad[6] else None
+        return None, None, None, grad_x, None, grad_down, grad_up
 
 
 def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:

@@ -3,11 +3,12 @@
 torch's checkpoint keeps account of every tensor that a layer saves, so that hooks and dropout work in any module. On a
 GPU that costs the host as much time as the layer's own launches. Where nothing needs it, the node here saves the input.
 
-Most layers end by adding the output of their gated block to a residual. The backward of a sum reads no values, so where
-a layer is recomputed, a block in tiles need not be: each tile is computed once, in the backward of its own.
+A recomputation is for what backward reads, and the backward of a sum reads no values. So where the last thing that a
+layer does is to add an output to a residual, that output need not be computed again: a block in tiles, which runs once
+in the backward of its own, or the last product of a block. The graph of the first recomputation shows which these are.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from upweight.models.modules import context_value, dropout_rates, every_module
 
-Run = Callable[[Tensor], Any]
-
-_leaves_out_tiles: ContextVar[bool] = ContextVar("leaves_out_tiles", default=False)
+# Of the recomputation under way: modules whose output nothing reads, and the outputs of modules that may be such.
+_unread: ContextVar[frozenset[nn.Module]] = ContextVar("unread", default=frozenset())
+_outputs: ContextVar[list[tuple[nn.Module, Any]] | None] = ContextVar("outputs", default=None)
 # Nodes of the graph whose backward reads no values.
 _VALUE_FREE = {"AddBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}
 
@@ -31,12 +32,12 @@ class Recomputed(torch.autograd.Function):
     """run(x), which backward runs again: on all rows of x, or on one tile of them after the other."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, tile: int | None, x: Tensor, *weights: Tensor) -> Tensor:
-        """`weights`: all that `run` reads and that gets gradients. The output of tiles is shaped as x is."""
+    def forward(ctx: Any, run: "Run", tile: int | None, x: Tensor, *weights: Tensor) -> Tensor:
+        """`weights`: all that `run` reads and that gets gradients. The output of a block in tiles is shaped as x is."""
         ctx.run, ctx.tile, ctx.weights = run, tile, weights
         ctx.save_for_backward(x)
-        if tile is not None and _leaves_out_tiles.get():
-            return unread(x)
+        if tile is not None and is_unread(run.module):
+            return empty(x.shape, x)
         outputs = [run(part) for part in _parts(x, tile)]
         if not all(isinstance(out, Tensor) for out in outputs):
             raise OtherOutput(f"expected a tensor, got {type(outputs[0]).__name__}")
@@ -68,7 +69,7 @@ def _parts(x: Tensor, tile: int | None) -> tuple[Tensor, ...]:
     return (x,) if tile is None else x.split(tile)
 
 
-def _gradients(run: Run, x: Tensor, grad: Tensor, weights: tuple[Tensor, ...], wants_x: bool) -> list[Tensor | None]:
+def _gradients(run: "Run", x: Tensor, grad: Tensor, weights: tuple[Tensor, ...], wants_x: bool) -> list[Tensor | None]:
     """Return the gradients of x, if it wants one, and of the weights."""
     inner = x.detach().requires_grad_(wants_x)
     with torch.enable_grad():
@@ -111,41 +112,69 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def unread(like: Tensor) -> Tensor:
-    """Return a tensor whose values nothing reads."""
-    return torch.empty_like(like)
+class Run:
+    """A module's call, which leaves out what nothing reads where it is run again for its backward."""
 
-
-class _Layer:
-    """The call of a layer, which finds out in its first backward whether later ones may leave out tiles."""
-
-    def __init__(self, layer: nn.Module, call: Any, rest: tuple[Any, ...]) -> None:
-        self._layer, self._call, self._rest = layer, call, rest
+    def __init__(self, module: nn.Module, call: Callable[..., Any], *rest: Any) -> None:
+        self.module, self._call, self._rest = module, call, rest
+        self._of = vars(module).setdefault("_unread_outputs", _Unread())
 
     def __call__(self, x: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return self._call(x, *self._rest)
-        known: bool | None = vars(self._layer).get("_tiles_unread")
-        with context_value(_leaves_out_tiles, bool(known)):
+        outputs: list[tuple[nn.Module, Any]] = []
+        with context_value(_unread, frozenset(self._of.modules)), context_value(_outputs, outputs):
             out = self._call(x, *self._rest)
-        if known is None and isinstance(out, Tensor):
-            vars(self._layer)["_tiles_unread"] = _tiles_unread(out)
+        if isinstance(out, Tensor):
+            self._of.learn(out, outputs)
         return out
 
 
-def _tiles_unread(out: Tensor) -> bool | None:
-    """Return whether nothing between tiles and a layer's output reads values; None where there are no tiles."""
-    nodes: list[tuple[Any, bool]] = [(out.grad_fn, True)]  # with whether all nodes after it are free of values
-    seen, tiles, read = set(nodes), set(), set()
+class _Unread:
+    """The modules inside of a layer or block whose output nothing reads, as far as they have been seen."""
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+        self._seen: set[nn.Module] = set()
+
+    def learn(self, out: Tensor, outputs: list[tuple[nn.Module, Any]]) -> None:
+        """Look at modules that were not seen before; an output is unread if only sums and views lie after it."""
+        new = {node: module for module, node in outputs if module not in self._seen}
+        if not new:
+            return
+        reached = _reached(out)
+        unread = (node for node in new if (node, True) in reached and (node, False) not in reached)
+        self.modules |= {new[node] for node in unread}
+        self._seen |= set(new.values())
+
+
+def _reached(out: Tensor) -> set[tuple[Any, bool]]:
+    """Return the nodes of an output's graph, each with whether all nodes on a way to it read no values."""
+    nodes: list[tuple[Any, bool]] = [(out.grad_fn, True)]
+    reached = set(nodes)
     while nodes:
         node, free = nodes.pop()
-        if node.name() == "RecomputedBackward":
-            (tiles if free else read).add(node)
         free = free and node.name() in _VALUE_FREE
-        new = {(before, free) for before, _ in node.next_functions if before is not None} - seen
-        seen |= new
+        new = {(before, free) for before, _ in node.next_functions if before is not None} - reached
+        reached |= new
         nodes += new
-    return None if not tiles | read else not read
+    return reached
+
+
+def is_unread(module: nn.Module) -> bool:
+    """Return whether nothing reads what a module will return in the recomputation under way."""
+    return module in _unread.get()
+
+
+def note_output(module: nn.Module, out: Tensor) -> None:
+    """Say what a module that can leave out its output has returned, in case of a recomputation."""
+    if (outputs := _outputs.get()) is not None and out.grad_fn is not None:
+        outputs.append((module, out.grad_fn))
+
+
+def empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a tensor whose values nothing reads."""
+    return like.new_empty(shape)
 
 
 def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *args: Any) -> Any:
@@ -163,7 +192,7 @@ def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *arg
         return stock(call, *args)
     try:
         # What is called must not hold the input, which may wait in host memory.
-        return Recomputed.apply(_Layer(layer, call, rest), None, hidden, *read_weights(layer))
+        return Recomputed.apply(Run(layer, call, *rest), None, hidden, *read_weights(layer))
     except OtherOutput:
         vars(layer)["_stock_checkpoint"] = True
         return stock(call, *args)
