@@ -33,6 +33,8 @@ def test_a_page_that_is_not_there():
         docs.docs(["gropo"])
     with pytest.raises(UserError, match="no page holds 'xyzzy'"):
         docs.docs(search="xyzzy")
+    with pytest.raises(UserError, match=r"the page 'memory' does not hold 'xyzzy'\..*upweight docs --search 'xyzzy'"):
+        docs.docs(["memory"], search="xyzzy")
 
 
 def test_a_word_that_is_no_page_is_searched_for():

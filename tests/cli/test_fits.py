@@ -210,6 +210,11 @@ def test_a_model_alone_needs_no_config(seven, tmp_path, capsys):
         run(str(seven), [], memory=24, method="rewards")
 
 
+def test_a_reward_model_is_called_so(seven, capsys):
+    run(str(seven), [], memory=24, method="reward")
+    assert ", reward model on sequences of" in capsys.readouterr().out
+
+
 def test_sequences_beyond_the_positions_of_the_model_do_not_fit(seven, capsys):
     assert run(str(seven), ["sequence_len=40000", "memory=lean"], memory=180) == 1
     assert printed(capsys)[2].endswith("; but the model has only 32,768 positions for the 40,000 tokens")

@@ -153,6 +153,7 @@ def test_the_server_has_to_answer_and_to_serve_the_model_with_room(model_folder,
     assert found(file, *use)["server"].level == "ok"
     several = f"trl.vllm_server_base_urls=[{served.url}, http://127.0.0.1:9]"
     assert "http://127.0.0.1:9 does not answer" in found(file, use[0], several)["server"].says
+    assert "trl.use_vllm: false" in found(file, use[0], several)["server"].remedy
     served.longest = 16
     assert "vllm.max_model_len" in found(file, *use)["server"].remedy
     served.folder = tmp_path / "another"

@@ -168,6 +168,12 @@ def test_a_reward_that_fails_on_much_has_one_verdict_with_the_share():
     assert (verdict.name, verdict.metric) == ("reward fails", "rewards/correct/failed_share")
 
 
+def test_a_reward_that_fails_on_a_third_is_named_in_a_short_run():
+    failing = {"rewards/correct/failed": 9.0, "rewards/correct/failed_share": 0.3}
+    (verdict,) = [one for one in verdicts(run_of(HEALTHY, failing, steps=8, since=0)) if one.name == "reward fails"]
+    assert verdict.step == 4
+
+
 def test_verdicts_are_said_and_kept_and_a_resumed_run_keeps_what_it_had(tmp_path, caplog):
     rows = run_of({**HEALTHY, "reward": learning}, {"kl": 9.0, "rewards/correct/failed": lambda step: 1.0}, steps=60)
     whole = verdicts(rows)

@@ -153,6 +153,8 @@ def test_none_is_the_default_and_a_project_turns_wandb_on():
     assert enabled_trackers(TrackingSection()) == []
     assert enabled_trackers(TrackingSection(wandb_project="p")) == ["wandb"]
     assert enabled_trackers(TrackingSection(wandb_project="p", wandb=False)) == []
+    assert enabled_trackers(TrackingSection(wandb_project="p", wandb_mode="disabled")) == []
+    assert enabled_trackers(TrackingSection(wandb_project="p", wandb_mode="offline")) == ["wandb"]
     assert enabled_trackers(TrackingSection(mlflow=True, trackio=True)) == ["mlflow", "trackio"]
     assert enabled_trackers(TrackingSection(comet=True, swanlab=True)) == ["comet_ml", "swanlab"]
 

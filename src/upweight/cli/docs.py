@@ -36,7 +36,11 @@ def docs(
     if search is not None:
         lines = _lines_with(pages if page is None else {page: _page(page, pages)}, search)
         if not lines:
-            raise UserError(f"no page holds '{search}'. Search for less, or list the pages: upweight docs")
+            where = "no page holds" if page is None else f"the page '{_name(page)}' does not hold"
+            remedy = (
+                "list the pages: upweight docs" if page is None else f"all pages: upweight docs --search '{search}'"
+            )
+            raise UserError(f"{where} '{search}'. Search for less, or {remedy}")
         print("\n".join(lines))
     elif page is None:
         for name, file in pages.items():

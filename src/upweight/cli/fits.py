@@ -179,7 +179,7 @@ def report(
     length, sequences = row_tokens(config)
     method, bits = model.shape.stored
     stored = "bfloat16" if bits is None else f"{bits} bits, as {method} stores them"
-    what = f"{model.shape.parameters / 1e9:.2f} billion weights in {stored}, {config.method.name}"
+    what = f"{model.shape.parameters / 1e9:.2f} billion weights in {stored}, {config.method.label}"
     what += f" on sequences of {length:,} tokens, at least {sequences} in a forward"
     beside = f", teachers of {model.teachers / GIB:.1f} GiB" if model.teachers else ""
     if config.method.needs_teacher and not config.teacher.places:

@@ -28,7 +28,7 @@ from upweight.models.memory import GIB, Memory
 from upweight.models.memory_plan import plan_memory, trained_weights
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
-from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
+from upweight.rollout.vllm.client import WITHOUT_SERVER, RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
 from upweight.runs.files import unwritable_reason
 from upweight.runs.record import earlier_run
@@ -91,7 +91,7 @@ def _keys(state: CheckState) -> Iterator[Finding]:
     for message in check_machine(state.config):
         key, _, text = message.partition(": ")
         yield Finding("alarm", key, text.removesuffix("."))
-    yield Finding("ok", "keys", f"{len(state.config.set_keys)} set, for {state.config.method.name}")
+    yield Finding("ok", "keys", f"{len(state.config.set_keys)} set, for {state.config.method.label}")
 
 
 def _model(state: CheckState) -> Iterator[Finding]:
@@ -226,7 +226,7 @@ def _server(state: CheckState) -> Iterator[Finding]:
             name, longest = client.run(served_base(client, config.model.base_model))
         except (RequestFailed, RequestRefused) as error:
             remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
-            yield Finding("alarm", "server", f"{url} does not answer: {error}", remedy)
+            yield Finding("alarm", "server", f"{url} does not answer: {error}", f"{remedy}; {WITHOUT_SERVER}")
             continue
         if longest and needed > longest:
             says = f"{url} serves {longest} tokens, but prompts and completions reach {needed}"

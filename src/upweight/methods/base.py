@@ -62,6 +62,11 @@ class Method(Section, ABC):
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
+    def label(self) -> str:
+        """What lines for people call it."""
+        return self.name
+
+    @property
     def needs_reference(self) -> bool:
         """Whether `loss` reads the reference's log-probs."""
         return False

@@ -22,6 +22,10 @@ class ORM(Method):
         "center_rewards_coefficient", 0.0, "Weight of the term that keeps the scores centred on zero; 0 is off.", ge=0
     )
 
+    @property
+    def label(self) -> str:
+        return "reward model"
+
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return pair_counts(batch)
 

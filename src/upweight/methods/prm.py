@@ -17,6 +17,10 @@ class PRM(Method):
     learning_rate: ClassVar[float] = 1e-5
     lora_learning_rate: ClassVar[float | None] = 1e-4
 
+    @property
+    def label(self) -> str:
+        return "process reward model"
+
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return {"steps": scalar(len(batch.target_T), batch)}
 

@@ -246,6 +246,7 @@ def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) 
 def enabled_trackers(tracking: TrackingSection) -> list[str]:
     """Return the trackers that the config turns on."""
     wandb = tracking.wandb_project is not None if tracking.wandb is None else tracking.wandb
+    wandb = wandb and tracking.wandb_mode != "disabled"  # which needs no package either
     others = [
         tracker for tracker in ("mlflow", "tensorboard", "trackio", "comet", "swanlab") if getattr(tracking, tracker)
     ]

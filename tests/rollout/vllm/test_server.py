@@ -190,6 +190,7 @@ def test_a_server_that_is_gone_ends_the_run_with_one_line(fake, folder, tmp_path
     with pytest.raises(UserError, match=r"has not answered for 0\.5 seconds") as caught:
         server.generate(PROMPTS, 1, Sampling(3))
     assert "\n" not in str(caught.value)
+    assert "trl.use_vllm: false" in str(caught.value)
 
 
 def test_a_server_that_starts_late_is_waited_for(fake, folder, tmp_path):

@@ -17,6 +17,8 @@ from upweight.runs.command import resume_advice
 T = TypeVar("T")
 ANSWER_SECONDS = 30.0  # seconds for a request without generation
 LOAD_SECONDS = 600.0  # seconds for loading weights, where the limit of the client is lower
+WITHOUT_SERVER = "`trl.use_vllm: false` samples in this process, without vLLM"
+WITHOUT_SERVER = "`trl.use_vllm: false` samples in this process, without vLLM"
 BACKOFF_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 
 
@@ -98,7 +100,7 @@ class VllmClient:
                     raise UserError(f"{self.url} is no vLLM server: /health answers {error}") from None
                 except RequestFailed as error:
                     if not retry.attempts:
-                        remedy = "if none runs: `upweight vllm-serve CONFIG` in another terminal"
+                        remedy = f"if none runs: `upweight vllm-serve CONFIG` in another terminal; {WITHOUT_SERVER}"
                         logger.info("waiting for a vLLM server at %s, up to %.0f s; %s", self.url, self.timeout, remedy)
                     await retry.wait_or_raise(error)
 
@@ -143,7 +145,7 @@ def unreachable(url: str, seconds: float, error: BaseException | str) -> str:
     return (
         f"the vLLM server at {url} has not answered for {seconds:g} seconds ({error}). Start it with "
         "`upweight vllm-serve`, check trl.vllm_server_host and trl.vllm_server_port, or raise trl.vllm_server_timeout; "
-        f"then {resume_advice()}."
+        f"then {resume_advice()}. {WITHOUT_SERVER}."
     )
 
 

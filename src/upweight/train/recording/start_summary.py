@@ -67,7 +67,7 @@ def _model(config: Config, trainer: Any) -> str:
     dtype = str(trainer.runner.dtype).removeprefix("torch.")
     share = f"{trained / max(total, 1):.2%}" if trained < total else "all"
     weights = f"trains {_count(trained)} of {_count(total)} weights ({share}), {dtype}"
-    return f"{name}, {config.method.name}{adapter}: {weights}"
+    return f"{name}, {config.method.label}{adapter}: {weights}"
 
 
 def _numel(weight: Any) -> int:
