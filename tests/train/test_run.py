@@ -21,6 +21,7 @@ from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.models.memory import HEAD_CHUNK
 from upweight.runs.checkpoints import checkpoints_of, is_whole
+from upweight.runs.files import RECORD, read_json
 from upweight.train.policy import freeze_all_but
 from upweight.train.recording.run_folder import changed_keys
 from upweight.train.run import build, evaluate, train
@@ -107,6 +108,8 @@ def test_resuming_continues_exactly(kind, lost, runs, tmp_path):
     assert metrics_of(out) == metrics_of(right / "out")
     assert largest_difference(weights(tmp_path), weights(right)) == 0
     assert (out / "superseded-1").is_dir()
+    at = (read_json(folder / RECORD)["resumed_step"] for folder in (right / "out", out))
+    assert tuple(at) == (0, int(lost.split()[1]))
 
 
 @pytest.mark.slow

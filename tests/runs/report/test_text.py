@@ -1,12 +1,16 @@
 """A run as text for a terminal."""
 
 import json
+import os
 import re
+import time
 
 import pytest
 
 from made_reports import as_lines, completion, metrics, write_run
 from made_runs import upweight
+from upweight.processes import start_ticks
+from upweight.runs.files import this_machine
 from upweight.runs.report.page import PageReader
 from upweight.runs.report.text import is_over, text_page
 
@@ -52,6 +56,14 @@ def test_a_young_run_is_too_early(tmp_path):
     text = " ".join(text_of(write_run(tmp_path / "run", rows=rows, record=record)).split())
     assert "too early for rules" in text
     assert re.search(r"reward at zero \(\d+\).* and \d+ that only warn", text)
+
+
+def test_the_time_left_of_a_resumed_run_counts_the_steps_since(tmp_path):
+    here = {"pid": os.getpid(), "begun": start_ticks(os.getpid()), "machine": this_machine()}
+    record = {**here, "state": "running", "max_steps": 60, "started": time.time() - 100, "resumed_step": 30}
+    assert "about 3 min left" in text_of(write_run(tmp_path / "run", steps=40, record=record))
+    shown = text_of(write_run(tmp_path / "new", steps=40, record=record | {"resumed_step": 0}))
+    assert "about 50 s left" in shown
 
 
 def test_folders_without_anything(tmp_path):

@@ -64,6 +64,7 @@ class RunReader:
             "advice": self._advice(record, status, trained=bool(logged)),
             "step": max([*steps, *eval_steps], default=0),
             "max_steps": number(record.get("max_steps")) or number(config.get("max_steps")),
+            "resumed_step": number(record.get("resumed_step")) or 0,  # since `started`, later ones were trained
             "facts": facts(config, record, method),
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
             "settings": _flat_keys(config),

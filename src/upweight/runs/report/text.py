@@ -67,8 +67,9 @@ def _run_lines(run: Mapping[str, Any], width: int) -> Iterator[str]:
 def _standing(run: Mapping[str, Any], width: int) -> str:
     step, steps = run["step"], run["max_steps"]
     parts = [run["state"], f"step {step}" + (f" of {steps:g}" if steps else "")]
-    if run["state"] == "running" and run["started"] and steps and step:
-        left = (time.time() - run["started"]) / step * (steps - step)
+    trained = step - run["resumed_step"]
+    if run["state"] == "running" and run["started"] and steps and trained > 0:
+        left = (time.time() - run["started"]) / trained * (steps - step)
         parts.append(f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left")
     bar = min(BAR, width - len("  ".join(parts)) - 4)
     if steps and bar >= SHORTEST:

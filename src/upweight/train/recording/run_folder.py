@@ -132,11 +132,12 @@ def recording(
 ) -> Iterator[StopOnSignal]:
     """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
+    resumed = (step_of(checkpoint) or 0) if checkpoint else 0
     if trainer.is_world_process_zero():
-        set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)
+        set_aside(folder, resumed)
     keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
     callbacks = [*build_callbacks(config, objects, trainer, stop), *watchers, keep]
-    record = about(trainer) | {"config_folder": str(config.folder.resolve())}
+    record = about(trainer) | {"config_folder": str(config.folder.resolve()), "resumed_step": resumed}
     if objects.from_script:
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})

@@ -58,12 +58,13 @@ function standing(run) {
   const steps = run.max_steps && run.state !== "done" ? `step ${run.step.toLocaleString("en")} of ${run.max_steps.toLocaleString("en")}` : plural(run.step, "step");
   const until = run.ended || (run.state === "running" ? Date.now() / 1000 : null);
   const took = run.started && until ? until - run.started : null;
-  const left = run.state === "running" && run.step > 0 && run.max_steps && took ? (took / run.step) * (run.max_steps - run.step) : null;
+  const trained = run.step - run.resumed_step;
+  const left = run.state === "running" && trained > 0 && run.max_steps && took ? (took / trained) * (run.max_steps - run.step) : null;
   const parts = [
     run.step > 0 || run.state === "running" ? steps : null,
-    took !== null && duration(took),
+    took !== null && duration(took) + (run.resumed_step ? ` since step ${run.resumed_step.toLocaleString("en")}` : ""),
     left !== null && `about ${duration(left)} left`,
-    run.started && `begun ${when(run.started)}`,
+    run.started && `${run.resumed_step ? "resumed" : "begun"} ${when(run.started)}`,
   ].filter(Boolean);
   return el("p", { class: "standing" }, pill(run), el("span", {}, parts.join(" \u00b7 ")));
 }
