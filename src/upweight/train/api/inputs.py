@@ -98,6 +98,7 @@ def parts_for(
     if unknown := [name for name in others if name not in PASSED_OBJECTS]:
         problems = [f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown]
         raise WrongTypeError("\n".join(problems))
+    changed = partial(_changed, args, copy.copy(args))
     args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
@@ -118,6 +119,7 @@ def parts_for(
             warn_once(f"{argument}: not used, since the model is loaded already")
     objects = Objects(
         arguments=args,
+        changed_arguments=changed,
         model=None if isinstance(model, str) else model,
         load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
@@ -158,6 +160,13 @@ def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> 
     if not isinstance(args, kind):
         raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
     return args
+
+
+def _changed(args: TrainingArguments | None, before: TrainingArguments | None) -> list[str]:
+    """Return the names of the arguments that differ from what they were."""
+    if args is None:
+        return []
+    return [one.name for one in dataclasses.fields(args) if getattr(args, one.name) != getattr(before, one.name)]
 
 
 def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfig:
@@ -254,10 +263,27 @@ def as_dataset(rows: Any, where: str) -> Dataset | IterableDataset:
         if type(rows).__name__ == "DataFrame":
             raise UserError(f"{where}: {got}. `Dataset.from_pandas` makes a Dataset of it.")
         raise UserError(f"{where}: {got}. `Dataset.from_generator` makes one of anything that yields rows.")
+    names = dict.fromkeys(name for row in rows for name in row)  # from_list takes those of the first row alone
+    columns = {name: [row.get(name) for row in rows] for name in names}
     try:
-        return Dataset.from_list([dict(row) for row in rows])
+        return Dataset.from_dict(columns)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UserError(f"{where}: the rows differ in what their columns hold: {error}") from error
+        differing = next(filter(None, (_differing(name, values) for name, values in columns.items())), str(error))
+        raise UserError(f"{where}: the rows differ in what their columns hold: {differing}") from error
+
+
+def _differing(name: str, values: Sequence[Any]) -> str | None:
+    """Return the first two rows whose values in a column are of different types; None where all have the same."""
+    held = [(number, value) for number, value in enumerate(values) if value is not None]
+    kinds = [(number, "a number" if isinstance(value, int | float) else _kind(value)) for number, value in held]
+    other = next(((number, kind) for number, kind in kinds if kind != kinds[0][1]), None)
+    if other is None:
+        return None
+    return f"'{name}' is {kinds[0][1]} in row {kinds[0][0]} and {other[1]} in row {other[0]}. Write all rows alike"
+
+
+def _kind(value: Any) -> str:
+    return {str: "text", list: "a list", dict: "a mapping"}.get(type(value), type(value).__name__)
 
 
 def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
