@@ -200,6 +200,16 @@ def test_what_is_no_dataset_is_refused_with_what_makes_one(folder):
         dpo(folder, rows=zip(ROWS["pairs"], strict=True))
 
 
+def test_mistakes_that_the_loop_or_peft_would_find_late_are_one_error(folder):
+    with pytest.raises(UserError, match="eval_strategy: 'steps' needs rows to evaluate on"):
+        dpo(folder, eval_strategy="steps", eval_steps=1)
+    targets = LoraConfig(target_modules=["query"], task_type="CAUSAL_LM")
+    with pytest.raises(UserError, match=r"^peft_config: Target modules .* Linear layers of the model: .*q_proj"):
+        dpo(folder, peft_config=targets)
+    with pytest.raises(UserError, match="callbacks: expected objects or classes of TrainerCallback, got"):
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], callbacks=[print])
+
+
 def test_rows_of_a_list_have_all_columns_and_those_that_differ_are_named():
     rows = as_dataset([{"prompt": "a"}, {"prompt": "b", "answer": 1}, {"prompt": "c", "answer": 1.5}], "rows")
     assert rows["answer"][:] == [None, 1.0, 1.5]

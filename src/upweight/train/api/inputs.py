@@ -16,8 +16,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import IntervalStrategy
 
 from upweight.config.explain import brief
 from upweight.config.sections.data import DataSection
@@ -106,6 +108,9 @@ def parts_for(
         model, peft_config = kept, None
     _refuse_inputs(model, args, ref_model, peft_config, others)
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    for one in callbacks:
+        if not isinstance(one, TrainerCallback) and not isinstance(one, type):
+            raise UserError(f"callbacks: expected objects or classes of TrainerCallback, got {brief(one)}.")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
     require_type("processing_class", processing_class, PROCESSING_CLASS, "a tokenizer or a processor")
@@ -314,6 +319,9 @@ def _refuse_inputs(
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
     _require_rows(others.get("train_dataset"))
+    if args.eval_strategy != "no" and others.get("eval_dataset") is None:
+        problem = f"eval_strategy: '{IntervalStrategy(args.eval_strategy).value}' needs rows to evaluate on"
+        raise UserError(f"{problem}. Pass an `eval_dataset`, or leave it out.")
     _require_best_metric(args, others.get("eval_dataset"))
 
 
