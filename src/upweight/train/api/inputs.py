@@ -107,10 +107,7 @@ def parts_for(
         _say_going_on(asked=peft_config is not None)
         model, peft_config = kept, None
     _refuse_inputs(model, args, ref_model, peft_config, others)
-    require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
-    for one in callbacks:
-        if not isinstance(one, TrainerCallback) and not isinstance(one, type):
-            raise UserError(f"callbacks: expected objects or classes of TrainerCallback, got {brief(one)}.")
+    _require_callbacks(callbacks)
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
     require_type("processing_class", processing_class, PROCESSING_CLASS, "a tokenizer or a processor")
@@ -295,6 +292,13 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """Raise where an input of a script is set and has the wrong type."""
     if value is not None and not isinstance(value, kind):
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
+
+
+def _require_callbacks(callbacks: Any) -> None:
+    require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    for one in callbacks:
+        if not isinstance(one, TrainerCallback | type):
+            raise UserError(f"callbacks: expected objects or classes of TrainerCallback, got {brief(one)}.")
 
 
 def _refuse_inputs(
