@@ -100,8 +100,7 @@ def parts_for(
     if unknown := [name for name in others if name not in PASSED_OBJECTS]:
         problems = [f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown]
         raise WrongTypeError("\n".join(problems))
-    changed = partial(_changed, args, copy.copy(args))
-    args = _with_loss(convert_arguments(args, kind), compute_loss_func)
+    args_in, args = args, _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         _say_going_on(asked=peft_config is not None)
@@ -115,13 +114,11 @@ def parts_for(
         quantization_config = _quantised_in(args.model_init_kwargs or {})
     require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
-    loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-    for argument, value in loading.items():
-        if value and name is None:
-            warn_once(f"{argument}: not used, since the model is loaded already")
+    if name is None:
+        _warn_of_unused({"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config})
     objects = Objects(
         arguments=args,
-        changed_arguments=changed,
+        changed_arguments=partial(_changed, args_in, copy.copy(args_in)),
         model=None if isinstance(model, str) else model,
         load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
@@ -292,6 +289,12 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """Raise where an input of a script is set and has the wrong type."""
     if value is not None and not isinstance(value, kind):
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
+
+
+def _warn_of_unused(loading: Mapping[str, Any]) -> None:
+    for argument, value in loading.items():
+        if value:
+            warn_once(f"{argument}: not used, since the model is loaded already")
 
 
 def _require_callbacks(callbacks: Any) -> None:
