@@ -4,8 +4,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError, foreign_cause
-from upweight.models.load import load_failures
+from upweight.models.load import load_failures, load_model_config
 from upweight.rewards.builtin import builtin_reward
 
 
@@ -48,3 +49,22 @@ def test_a_notebook_shows_the_users_own_lines_and_the_message(monkeypatch):
     with pytest.raises(UserError) as caught:
         raise UserError("outer") from KeyError("theirs")
     assert "KeyError: 'theirs'" in "".join(caught.value._render_traceback_())
+
+
+def test_a_notebook_shows_no_traceback_of_packages(monkeypatch, tmp_path):
+    shell = SimpleNamespace(InteractiveTB=SimpleNamespace(structured_traceback=traceback.format_exception))
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell, raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        load_model_config(ModelSection(base_model=str(tmp_path)))
+    rendered = "".join(caught.value._render_traceback_())
+    assert "site-packages" not in rendered
+    assert "could not load the config" in rendered.splitlines()[-1]
+    with pytest.raises(UserError) as caught, load_failures("key", "place", "weights"):
+        _raise_of_the_user()
+    assert "_raise_of_the_user()" in "".join(caught.value._render_traceback_())
+
+
+def _raise_of_the_user() -> None:
+    raise ValueError("mine")

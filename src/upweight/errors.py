@@ -1,8 +1,12 @@
 """The one kind of error a person is meant to read, and the hint in it at what was probably meant."""
 
+import copy
 import importlib
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from pathlib import Path
 from types import TracebackType
 
 
@@ -14,9 +18,10 @@ class UserError(ValueError):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython, which alone asks for it, shows: the user's own lines, the cause, and the message."""
+        """Return what IPython, which alone asks for it, shows: the user's own lines, their cause, and the message."""
         shell = importlib.import_module("IPython").get_ipython()
-        return shell.InteractiveTB.structured_traceback(type(self), self, _before_ours(self.__traceback__))
+        shown = copy.copy(self) if _is_of_packages(self.__cause__) else self  # a copy has no cause
+        return shell.InteractiveTB.structured_traceback(type(self), shown, _before_ours(self.__traceback__))
 
 
 def _before_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -24,6 +29,15 @@ def _before_ours(trace: TracebackType | None) -> TracebackType | None:
     if trace is None or str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == __package__:
         return None
     return TracebackType(_before_ours(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _is_of_packages(cause: BaseException | None) -> bool:
+    """Return whether an exception passed through no code but installed packages, whose lines a user cannot mend."""
+    if cause is None or cause.__traceback__ is None:
+        return False
+    folders = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
+    files = [one.filename for one in traceback.extract_tb(cause.__traceback__)]
+    return all(file.startswith(folders) or file.endswith((".pyx", ".pxi")) for file in files)  # Cython's are relative
 
 
 class WrongTypeError(UserError, TypeError):

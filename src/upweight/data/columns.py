@@ -71,7 +71,8 @@ FOREIGN = {
     "winner": "gewinner sieger gagnant gagnante ganador ganadora vencedor vencedora vincitore vincitrice 胜者",
     "chosen": "gewahlt gewaehlt choisi choisie elegido elegida escolhido escolhida scelto scelta 选中",
     "rejected": "abgelehnt rejete rejetee rechazado rechazada rejeitado rejeitada rifiutato rifiutata 拒绝",
-    "rating": "bewertung calificacion avaliacao valutazione 评分",
+    "rating": "bewertung sterne punkte punktzahl zufriedenheit etoiles calificacion puntuacion estrellas "
+    "satisfaccion avaliacao pontuacao estrelas satisfacao valutazione punteggio soddisfazione 评分 评级 星级",
     "helpful": "hilfreich utile util 有用",
     "correct": "richtig korrekt correcto correto corretto 正确",
 }

@@ -1,6 +1,6 @@
 """The Python objects that a script passes to its trainer beside the arguments."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class Objects:
     """The objects of a script that a config cannot hold; all are unset for a run from YAML."""
 
     arguments: TrainingArguments | None = None  # of the script
+    changed_arguments: Callable[[], Sequence[str]] = tuple  # names of those that the script has changed since
     model: Model | None = None  # None: loaded from the config's base_model
     load_dtype: torch.dtype | None = None  # for a model that is loaded by name
     reference: str | PreTrainedModel | None = None  # None: the initial policy

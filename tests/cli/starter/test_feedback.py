@@ -148,6 +148,20 @@ def test_ratings_that_are_no_label_by_name_are_proposed_as_one(refused):
     assert "label=stars --values 2=false,3=false,5=true --method kto`" in problem
 
 
+@pytest.mark.parametrize("name", ["Sterne", "Kundenzufriedenheit", "Étoiles", "Puntuación"])
+def test_ratings_are_recognised_by_foreign_words(name, refused):
+    problem, _ = refused(RATINGS.replace("rating", name), "kto")
+    assert f"true or false in {name!r}" in problem
+    assert "It holds ratings; say which are good and which bad" in problem
+
+
+def test_numbers_that_stand_for_something_are_asked_for_in_their_order(refused):
+    problem, _ = refused(
+        RATINGS.replace("rating", "mark"), "kto", columns="prompt=prompt,completion=response,label=mark"
+    )
+    assert "--values '2=?,3=?,5=?'" in problem
+
+
 @pytest.mark.parametrize("method", [None, "kto"])
 def test_ratings_become_labels_by_what_their_user_says(written, method):
     named = "prompt=prompt,completion=response,label=rating"

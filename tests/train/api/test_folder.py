@@ -102,6 +102,18 @@ def test_a_resume_goes_on_with_the_run_that_was_stopped_and_not_with_a_longer_on
     assert [path.name for path in (folder / "out" / "superseded-2").iterdir()] == ["checkpoint-2"]
 
 
+def test_arguments_that_are_changed_after_the_trainer_was_made_are_warned_of(folder, caplog):
+    trainer = dpo(folder, max_steps=1, save_strategy="no")
+    trainer.train()
+    assert "changed after the trainer was made" not in caplog.text
+    args = DPOConfig(output_dir=str(folder / "out"), max_steps=1, save_strategy="no", **COMMON)
+    tokenizer = made_tokenizer(TEMPLATE)
+    trainer = DPOTrainer(str(folder / "model"), args=args, train_dataset=ROWS["pairs"], processing_class=tokenizer)
+    args.learning_rate, args.max_steps = 1e-3, 2
+    trainer.train()
+    assert "args: max_steps, learning_rate changed after the trainer was made" in caplog.text
+
+
 def test_a_training_that_fails_says_so(folder):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -19,6 +19,7 @@ from upweight.errors import UserError
 from upweight.log import _warned
 from upweight.models.first_look import TOKENIZER_REMEDY
 from upweight.train.api.as_config import error_translator
+from upweight.train.api.inputs import as_dataset
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4,
           "save_strategy": "no", "learning_rate": 1e-2, "max_steps": 2}  # fmt: skip
@@ -197,6 +198,26 @@ def test_what_is_no_dataset_is_refused_with_what_makes_one(folder):
         dpo(folder, rows=Dataset.from_list(ROWS["pairs"]).to_pandas())
     with pytest.raises(UserError, match=r"got zip\. `Dataset\.from_generator` makes one"):
         dpo(folder, rows=zip(ROWS["pairs"], strict=True))
+
+
+def test_mistakes_that_the_loop_or_peft_would_find_late_are_one_error(folder):
+    with pytest.raises(UserError, match="eval_strategy: 'steps' needs rows to evaluate on"):
+        dpo(folder, eval_strategy="steps", eval_steps=1)
+    targets = LoraConfig(target_modules=["query"], task_type="CAUSAL_LM")
+    with pytest.raises(UserError, match=r"^peft_config: Target modules .* Linear layers of the model: .*q_proj"):
+        dpo(folder, peft_config=targets)
+    with pytest.raises(UserError, match="callbacks: expected objects or classes of TrainerCallback, got"):
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], callbacks=[print])
+
+
+def test_rows_of_a_list_have_all_columns_and_those_that_differ_are_named():
+    rows = as_dataset([{"prompt": "a"}, {"prompt": "b", "answer": 1}, {"prompt": "c", "answer": 1.5}], "rows")
+    assert rows["answer"][:] == [None, 1.0, 1.5]
+    mixed = [{"prompt": "a"}, {"prompt": None}, {"prompt": [{"role": "user", "content": "b"}]}]
+    with pytest.raises(
+        UserError, match=r"rows: .*: 'prompt' is text in row 0 and a list in row 2\. Write all rows alike"
+    ):
+        as_dataset(mixed, "rows")
 
 
 def test_an_evaluation_without_rows_is_refused(folder):

@@ -77,7 +77,7 @@ def _ask_values(table: Table, name: str, kind: str, known: Mapping[str, str]) ->
     values = [value for value in table.values(name) if value]
     if len(values) > MOST_MARKS:
         return f"{name!r} holds {len(values)} different values; write {' or '.join(meanings)} in its place."
-    given = shlex.quote(assigned(values, "?"))
+    given = shlex.quote(assigned(_ratings(name, table) or values, "?"))
     command = table.ask_for(kind, known, f" --values {given}")
     what = f"Say what its values stand for, with {' or '.join(meanings)} for each `?`"
     return f"{what}; leave out those that are neither, and their rows are left out: {command}"

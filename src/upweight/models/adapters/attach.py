@@ -60,7 +60,14 @@ def new_adapter(model: Any, config: PeftConfig) -> PeftModel:
     """The model with a fresh adapter of a script, which is found again when the same model is handed over once more."""
     asked = _adapter_settings(config)  # before PEFT finds the modules that it means
     check_expert_options(model, config)
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        layers = {
+            name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)
+        }
+        remedy = f"Linear layers of the model: {', '.join(sorted(layers))}"
+        raise UserError(f"peft_config: {str(error).strip().removesuffix('.')}. {remedy}.") from error
     assert isinstance(adapted, PeftModel)
     vars(model)[ADAPTER_ATTRIBUTE] = adapted, asked  # not as a module of the model, which it holds itself
     return adapted

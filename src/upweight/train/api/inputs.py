@@ -16,8 +16,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import IntervalStrategy
 
 from upweight.config.explain import brief
 from upweight.config.sections.data import DataSection
@@ -98,13 +100,13 @@ def parts_for(
     if unknown := [name for name in others if name not in PASSED_OBJECTS]:
         problems = [f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown]
         raise WrongTypeError("\n".join(problems))
-    args = _with_loss(convert_arguments(args, kind), compute_loss_func)
+    args_in, args = args, _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         _say_going_on(asked=peft_config is not None)
         model, peft_config = kept, None
     _refuse_inputs(model, args, ref_model, peft_config, others)
-    require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    _require_callbacks(callbacks)
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
     require_type("processing_class", processing_class, PROCESSING_CLASS, "a tokenizer or a processor")
@@ -112,12 +114,11 @@ def parts_for(
         quantization_config = _quantised_in(args.model_init_kwargs or {})
     require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
-    loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-    for argument, value in loading.items():
-        if value and name is None:
-            warn_once(f"{argument}: not used, since the model is loaded already")
+    if name is None:
+        _warn_of_unused({"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config})
     objects = Objects(
         arguments=args,
+        changed_arguments=partial(_changed, args_in, copy.copy(args_in)),
         model=None if isinstance(model, str) else model,
         load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
@@ -158,6 +159,13 @@ def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> 
     if not isinstance(args, kind):
         raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
     return args
+
+
+def _changed(args: TrainingArguments | None, before: TrainingArguments | None) -> list[str]:
+    """Return the names of the arguments that differ from what they were."""
+    if args is None:
+        return []
+    return [one.name for one in dataclasses.fields(args) if getattr(args, one.name) != getattr(before, one.name)]
 
 
 def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfig:
@@ -254,16 +262,46 @@ def as_dataset(rows: Any, where: str) -> Dataset | IterableDataset:
         if type(rows).__name__ == "DataFrame":
             raise UserError(f"{where}: {got}. `Dataset.from_pandas` makes a Dataset of it.")
         raise UserError(f"{where}: {got}. `Dataset.from_generator` makes one of anything that yields rows.")
+    names = dict.fromkeys(name for row in rows for name in row)  # from_list takes those of the first row alone
+    columns = {name: [row.get(name) for row in rows] for name in names}
     try:
-        return Dataset.from_list([dict(row) for row in rows])
+        return Dataset.from_dict(columns)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UserError(f"{where}: the rows differ in what their columns hold: {error}") from error
+        differing = next(filter(None, (_differing(name, values) for name, values in columns.items())), str(error))
+        raise UserError(f"{where}: the rows differ in what their columns hold: {differing}") from error
+
+
+def _differing(name: str, values: Sequence[Any]) -> str | None:
+    """Return the first two rows whose values in a column are of different types; None where all have the same."""
+    held = [(number, value) for number, value in enumerate(values) if value is not None]
+    kinds = [(number, "a number" if isinstance(value, int | float) else _kind(value)) for number, value in held]
+    other = next(((number, kind) for number, kind in kinds if kind != kinds[0][1]), None)
+    if other is None:
+        return None
+    return f"'{name}' is {kinds[0][1]} in row {kinds[0][0]} and {other[1]} in row {other[0]}. Write all rows alike"
+
+
+def _kind(value: Any) -> str:
+    return {str: "text", list: "a list", dict: "a mapping"}.get(type(value), type(value).__name__)
 
 
 def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """Raise where an input of a script is set and has the wrong type."""
     if value is not None and not isinstance(value, kind):
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
+
+
+def _warn_of_unused(loading: Mapping[str, Any]) -> None:
+    for argument, value in loading.items():
+        if value:
+            warn_once(f"{argument}: not used, since the model is loaded already")
+
+
+def _require_callbacks(callbacks: Any) -> None:
+    require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    for one in callbacks:
+        if not isinstance(one, TrainerCallback | type):
+            raise UserError(f"callbacks: expected objects or classes of TrainerCallback, got {brief(one)}.")
 
 
 def _refuse_inputs(
@@ -288,6 +326,9 @@ def _refuse_inputs(
         remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
         raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
     _require_rows(others.get("train_dataset"))
+    if args.eval_strategy != "no" and others.get("eval_dataset") is None:
+        problem = f"eval_strategy: '{IntervalStrategy(args.eval_strategy).value}' needs rows to evaluate on"
+        raise UserError(f"{problem}. Pass an `eval_dataset`, or leave it out.")
     _require_best_metric(args, others.get("eval_dataset"))
 
 

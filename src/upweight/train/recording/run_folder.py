@@ -142,6 +142,7 @@ def recording(
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
         record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
+    _warn_of_changed_arguments(objects)
     show_metrics_in_notebook(trainer)
     before, trainer.between_batches = trainer.between_batches, partial(stop.leave_evaluation, trainer)
     for callback in callbacks:
@@ -179,6 +180,13 @@ def _errors_in_short(stop: StopOnSignal, objects: Objects) -> Iterator[None]:
         raise UserError(objects.translate_error(str(error))) from foreign_cause(error)
     finally:
         stop.restore()
+
+
+def _warn_of_changed_arguments(objects: Objects) -> None:
+    """Warn where a script changed arguments of its trainer after it was made, which reads them then."""
+    if names := ", ".join(objects.changed_arguments()):
+        problem = "changed after the trainer was made, which reads them then: no effect"
+        logger.warning("warning: args: %s %s; make the trainer again", names, problem)
 
 
 def _warn_if_finished_before(state: Any, checkpoint: Path | None, objects: Objects) -> None:
