@@ -388,6 +388,7 @@ def test_early_stopping_stops(model_folder, tmp_path):
 
 def test_evaluate_gives_the_metrics_of_the_held_out_rows(model_folder, tmp_path):
     metrics = evaluate(load_config(write_config(tmp_path, model_folder, val_set_size=6)))
+    assert "epoch" not in metrics  # nothing was trained
     assert metrics["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert "eval_rewards/accuracies" in metrics
     with pytest.raises(UserError, match="nothing to evaluate on"):

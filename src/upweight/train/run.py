@@ -105,7 +105,7 @@ def evaluate(config: Config) -> dict[str, float]:
         trainer.feed.close()
     if trainer.rollouts is not None:
         trainer.rollouts.close()
-    return metrics
+    return {name: value for name, value in metrics.items() if name != "epoch"}  # of a training, and none ran
 
 
 def build(config: Config, *, resume: bool = False, trains: bool = False) -> MethodTrainer:
