@@ -18,7 +18,6 @@ T = TypeVar("T")
 ANSWER_SECONDS = 30.0  # seconds for a request without generation
 LOAD_SECONDS = 600.0  # seconds for loading weights, where the limit of the client is lower
 WITHOUT_SERVER = "`trl.use_vllm: false` samples in this process, without vLLM"
-WITHOUT_SERVER = "`trl.use_vllm: false` samples in this process, without vLLM"
 BACKOFF_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 
 

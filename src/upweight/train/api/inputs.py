@@ -100,7 +100,7 @@ def parts_for(
     if unknown := [name for name in others if name not in PASSED_OBJECTS]:
         problems = [f"the trainer takes no argument '{name}'. {_advice(name, kind)}" for name in unknown]
         raise WrongTypeError("\n".join(problems))
-    args_in, args = args, _with_loss(convert_arguments(args, kind), compute_loss_func)
+    passed, args = args, _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         _say_going_on(asked=peft_config is not None)
@@ -118,7 +118,7 @@ def parts_for(
         _warn_of_unused({"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config})
     objects = Objects(
         arguments=args,
-        changed_arguments=partial(_changed, args_in, copy.copy(args_in)),
+        changed_arguments=partial(_changed, passed, copy.copy(passed)),
         model=None if isinstance(model, str) else model,
         load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
