@@ -111,6 +111,7 @@ def test_names_of_other_methods_have_an_advice_that_names_what_is_here():
         ({"bnb_4bit_quant_type": "nf4"}, "bnb_4bit_quant_type: an option of bitsandbytes: write it under `bnb_config"),
         ({"lora_rank": 8}, "lora_rank: unknown key. Did you mean 'lora_r'?"),
         ({"rl": "reward_trainer"}, "rl: expected one of"),
+        ({"adapter": "none"}, "adapter: expected one of lora, qlora, got 'none'. Leave it out for none."),
         ({"bf16": "maybe"}, "bf16: expected true or false or auto, got 'maybe'."),
         ({"micro_batch_size": True}, "micro_batch_size: expected a whole number, got true."),
         ({"micro_batch_size": 0}, "micro_batch_size: must be greater than 0, got 0"),

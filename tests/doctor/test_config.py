@@ -107,6 +107,13 @@ def test_a_model_that_is_not_there_is_told_once(tmp_path):
     assert "memory" not in checked
 
 
+def test_modules_of_an_adapter_are_looked_for_in_the_model(model_folder, tmp_path):
+    keys = {"adapter": "lora", "lora_r": 4, "lora_target_modules": ["q_proj", "v_porj"]}
+    file = write_config(tmp_path, model_folder, **keys)
+    (wrong,) = [one for one in check_config(load_config(file)) if one.level == "alarm"]
+    assert wrong.says.startswith("lora_target_modules: 'v_porj' matches nothing in the model. Did you mean 'v_proj'?")
+
+
 def test_packages_that_stored_weights_need_are_named(model_folder, tmp_path):
     stored = tmp_path / "stored"
     shutil.copytree(model_folder, stored)

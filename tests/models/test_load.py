@@ -1,4 +1,5 @@
 import importlib.util
+import inspect
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BitsAndBytesConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -22,6 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from made_gguf import write_gguf
 from made_runs import write_model
 from tiny_models import VOCABULARY, tiny
+from upweight.config.rules.model import BITSANDBYTES
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.heartbeat import _activities
@@ -410,3 +413,7 @@ def test_weights_that_are_cut_short_are_named(tmp_path):
     )
     with pytest.raises(UserError, match=re.escape(said)):
         load_model(ModelSection(base_model=str(folder)), torch.float32)
+
+
+def test_options_of_bitsandbytes_are_those_that_transformers_reads():
+    assert set(BITSANDBYTES) <= set(inspect.signature(BitsAndBytesConfig.__init__).parameters)

@@ -16,6 +16,7 @@ Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 WORDS |= {UserPath: "the path of your code", UserFunction: "the path of your function"}
 SEPARATORS = {"delimiter", "sep", "separator"}  # what readers of CSVs call it
+NONE_WORDS = ("none", "no", "off", "nothing")
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -75,11 +76,19 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     if isinstance(value, str):
         hint = did_you_mean(value, choices, cutoff=0.7) or _corrected_form(value, expected, allowed)
         hint = (method_advice(value) if path == ("rl",) else "") or hint
+        hint = hint or _left_out(value, path, model)
     if "a list" in expected and isinstance(value, dict):
         hint = " Begin each entry with '- '; in an override an entry has its number, from 0."
     if isinstance(value, datetime.date) or (isinstance(value, bool) and "text" in " ".join(expected)):
         hint = " Put it in quotes."
     return f"expected {' or '.join(expected)}, got {brief(value)}.{hint}"
+
+
+def _left_out(value: str, path: Path, model: type[BaseModel]) -> str:
+    """Return that a key is left out for none, where a word for none stands in one that may be unset."""
+    field = model.model_fields.get(str(path[0])) if len(path) == 1 else None
+    is_none = field is not None and field.default is None and value.lower() in NONE_WORDS
+    return " Leave it out for none." if is_none else ""
 
 
 def _corrected_form(value: str, expected: list[str], allowed: list[Any]) -> str:

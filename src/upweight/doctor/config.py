@@ -22,9 +22,10 @@ from upweight.data.workers import LEFT_OUT
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.log import counted
+from upweight.models.adapters.attach import lora_config
 from upweight.models.first_look import Stored, model_problems
 from upweight.models.load import load_failures, load_model_config
-from upweight.models.memory import GIB, Memory
+from upweight.models.memory import GIB, Memory, empty_model
 from upweight.models.memory_plan import plan_memory, trained_weights
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
@@ -62,7 +63,7 @@ def check_config(config: Config) -> list[Finding]:
             findings += [dataclasses.replace(item, what=f"{name}: {item.what}") for item in check_config(checked)]
         return findings
     state = CheckState(config)
-    for check in (_keys, _model, _memory, _data, _rewards, _check_environment, _server, _output_dir):
+    for check in (_keys, _model, _adapter, _memory, _data, _rewards, _check_environment, _server, _output_dir):
         try:
             findings += check(state)
         except UserError as error:
@@ -99,6 +100,15 @@ def _model(state: CheckState) -> Iterator[Finding]:
     for problem in model_problems(state.config):
         key, _, text = problem.partition(": ")
         yield Finding("alarm", key, text.removesuffix("."))
+
+
+def _adapter(state: CheckState) -> Iterator[Finding]:
+    """Look for the modules that a new adapter names in the model, of which no weights are read."""
+    adapter, model = state.config.adapter, state.config.model
+    named = adapter.targets or adapter.target_parameters or adapter.modules_to_save
+    if adapter.kind is not None and adapter.folder is None and named:
+        lora_config(empty_model(model, state.config.method.head), adapter)
+    yield from ()
 
 
 def _memory(state: CheckState) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_utils import set_zero3_state
+from transformers.modeling_utils import PreTrainedModel, set_zero3_state
 
 from upweight.config import Config
 from upweight.config.sections.model import LOGGED, SELF, AdapterSection, ModelSection, TeacherSection
@@ -172,11 +172,16 @@ class Memory:
         return self.weights + self.training + self.activations + self.sampler
 
 
+def empty_model(section: ModelSection, head: Head) -> PreTrainedModel:
+    """Return a model as it is trained, of which only the config is read."""
+    with set_zero3_state():  # which says that weights are cut elsewhere: here there are none
+        return model_without_weights(section, head, config_with_head(section, head))
+
+
 def shape_of(section: ModelSection, head: Head) -> Shape:
     """Return a model's sizes, from its config."""
-    config = config_with_head(section, head)
-    with set_zero3_state():  # which says that weights are cut elsewhere: here there are none
-        model = model_without_weights(section, head, config)
+    model = empty_model(section, head)
+    config = model.config
     names = linear_names(model)
     linear: Counter[str] = Counter()
     inside = 0

@@ -223,8 +223,9 @@ class MethodTrainer(Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             torch.cuda.empty_cache()
-        tokens = sum(len(sample.ids) for unit in inputs["units"] for sample in unit.samples)
-        self.state.num_input_tokens_seen += tokens
+        if self.rollouts is None or not self.rollouts.repeats:
+            tokens = sum(len(sample.ids) for unit in inputs["units"] for sample in unit.samples)
+            self.state.num_input_tokens_seen += tokens
         given_up: list[str] = []
         release = None if self.rollouts is None else self.rollouts.release_sampler
         while True:

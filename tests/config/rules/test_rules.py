@@ -308,6 +308,9 @@ BROKEN = {
     "save_steps: a share below 1, or": {**WHOLE, "save_steps": 2.5},
     "rl_adapter_ref_model: a second": {**DPO, **LORA, "fsdp": True, "rl_adapter_ref_model": True},
     "precompute_ref_log_probs: weights are sharded": {**DPO, "fsdp": True, "precompute_ref_log_probs": True},
+    "bnb_config_kwargs: bitsandbytes has no option 'bnb_4bit_quant_typ'. Did you mean 'bnb_4bit_quant_type'": {
+        **DPO, "adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_typ": "nf4"},
+    },
     "save_only_model: the best checkpoint": {
         **HELD, "deepspeed": "zero2.json", "save_only_model": True, "load_best_model_at_end": True,
     },

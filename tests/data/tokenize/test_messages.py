@@ -85,3 +85,9 @@ def test_bad_messages_name_their_key(value, key):
     with pytest.raises(RowError) as caught:
         read(value)
     assert caught.value.key == key
+
+
+def test_a_mistyped_name_of_the_content_is_answered_with_the_names_that_there_are():
+    turn = {"speaker": "human", "text": "hi"}
+    with pytest.raises(RowError, match=r"'messages\[0\].txt'.*text, got nothing; the message has speaker, text \("):
+        read([turn], message_property_mappings={"role": "speaker", "content": "txt"})

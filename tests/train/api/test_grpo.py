@@ -144,6 +144,15 @@ def test_resume_equals_the_uninterrupted_run(folder):
         resumed.train(resume_from_checkpoint=str(folder / "model"))
 
 
+def test_tokens_of_completions_that_are_trained_on_again_count_once(folder):
+    trainer = grpo(folder, num_iterations=2, max_steps=4)
+    trainer.train()
+    tokens = [count for (count,) in history(trainer, "num_tokens")]
+    first, again, second, last = tokens
+    assert trainer.rollouts.producer.plan.steps_per_pass == 1
+    assert 0 < first == again < second == last == trainer.rollouts.producer.tokens
+
+
 def test_a_prepared_model_is_taken_as_it_is(folder):
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), lora())
     trainer = grpo(folder, adapted, max_steps=2, beta=0.1)

@@ -11,7 +11,7 @@ Rule = Callable[[Config], Iterator[str]]
 NOT_VALIDATED = ("GPUs", "installed packages", "folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
-    keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references,
+    keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.quantisation, model.references,
     distill.teachers, distill.comparisons, distill.alignments, data.sources,
     feeds.streams, feeds.weights, feeds.feeds,
     training.optimisation, training.user_callbacks, training.schedules, training.schedule_values,

@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from typing import Literal
 
 from upweight.config.config import Config
+from upweight.errors import did_you_mean
 
 # Arguments of `from_pretrained` -> the config key that sets them.
 HAVE_KEYS = dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'")
 HAVE_KEYS |= {"num_labels": "'num_labels'", "config": "'model_config'"}
 INITIALISATIONS = r"gaussian|olora|orthogonal|loftq|pissa(_niter_\d+)?"  # of PEFT, but for those that need data
+BITSANDBYTES = (  # options of transformers' BitsAndBytesConfig, which ignores others
+    "bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage",
+    "llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+)  # fmt: skip
 Head = Literal["tokens", "sequence_score", "step_score"]
 ENDINGS: dict[Head, str] = {
     "tokens": "ForCausalLM",
@@ -44,6 +49,14 @@ def loading(config: Config) -> Iterator[str]:
         yield "load_in_4bit, load_in_8bit: the weights of a GGUF file are not quantised. Use safetensors, or drop it."
     if model.ternary and (adapter.kind or unpacked):
         yield "use_onebitllms: every weight is trained, from safetensors; drop it, or 'adapter' and 'gguf_file'."
+
+
+def quantisation(config: Config) -> Iterator[str]:
+    """Check the options of bitsandbytes, of which transformers ignores those that it does not know."""
+    for option in config.adapter.quantisation:
+        if option not in BITSANDBYTES:
+            hint = did_you_mean(option, BITSANDBYTES) or f" It has {', '.join(BITSANDBYTES)}."
+            yield f"bnb_config_kwargs: bitsandbytes has no option '{option}'.{hint}"
 
 
 def adapters(config: Config) -> Iterator[str]:

@@ -28,7 +28,7 @@ def rewards_and_sampling(config: Config) -> Iterator[str]:
     # The number of rewards of an environment is known only when it runs.
     if isinstance(weights, list) and named and not from_environment and len(weights) != len(named):
         count = f"{counted(len(weights), 'weight')} for {counted(len(named), 'reward')}"
-        yield f"trl.reward_weights: {count}. Give one for each."
+        yield f"trl.reward_weights: {count}. Give one for each, or leave it out."
     if from_environment and not config.environment.kind and not config.gym.enabled:
         name = from_environment[0]
         yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type', or name another reward."

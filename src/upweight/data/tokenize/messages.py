@@ -105,6 +105,10 @@ class MessageReader:
         message: Message = {"role": self.roles[role], **without_nulls(renamed)}
         consumed = {role_name, content_name, *self.names.values(), *message}
         message |= without_nulls({name: inner for name, inner in value.items() if name not in consumed})
+        if content_name not in value and "tool_calls" not in message:
+            names = ", ".join(map(str, value))
+            renaming = "`message_property_mappings` says which holds its content"
+            raise RowError(f"{key}.{content_name}", f"text, got nothing; the message has {names} ({renaming})")
         message["content"] = _text_content(value.get(content_name), f"{key}.{content_name}", "tool_calls" in message)
         if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")

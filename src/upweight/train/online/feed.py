@@ -117,6 +117,11 @@ class RolloutFeed:
             units = [_with_lag(unit, step) for unit in units]
         return {"units": units + shown, "counts": self.counts}
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the completions of the latest step were trained on before."""
+        return self.trained > self.producer.plan.steps_per_pass
+
     def sync(self, step: int) -> dict[str, float]:
         """Send the weights to the sampler, on every rank, since each may hold a shard; return the time as a metric."""
         began, sharded_work, seconds = time.perf_counter(), self.schedule.sharded_work, {}
