@@ -90,6 +90,7 @@ def test_built_ins_by_name_and_with_options(tmp_path):
     ("name", "said"),
     [
         ("lenght", r"there is no reward 'lenght'.*Did you mean 'length'\?"),
+        ("accuracy_reward", r"there is no reward 'accuracy_reward'.* Write 'upweight\.rewards\.accuracy_reward'\."),
         ("length(5)", r"options are given by name, as in length\(minimum=\.\.\.\)"),
         ("adaptive(reward='load_wrong.reward')", "To wrap your function"),
         ("no_such_file.reward", "no no_such_file.py in"),

@@ -12,6 +12,7 @@ from torch import nn
 from upweight.config.sections.environment import ENVIRONMENT_REWARDS, is_environment_reward
 from upweight.errors import UserError, did_you_mean
 from upweight.log import counted
+from upweight.rewards import __all__ as rewards_of_trl
 from upweight.rewards.builtin import BUILTINS, builtin_reward
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import ENVIRONMENTS, Reward, RewardParameters, parameters_of, unique_names
@@ -112,6 +113,8 @@ def _load_by_name(name: str, folder: Path, key: str, models: ModelOptions) -> Re
         return load_model_reward(str(model or name), models, key)
     problem = f"there is no reward '{name}': no built-in of that name and no folder with a reward model."
     remedy = "A function is named as 'file.function', a model on the hub as 'owner/name'."
+    if bare in rewards_of_trl:
+        remedy = f"Write 'upweight.rewards.{bare}'."
     raise UserError(f"{key}: {problem}{did_you_mean(bare, BUILTINS)} {remedy}")
 
 

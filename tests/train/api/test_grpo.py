@@ -13,7 +13,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+)
 
 from parity_script import TEMPLATE, made_tokenizer, said, write_model
 from upweight import GRPOConfig, GRPOTrainer
@@ -142,6 +149,24 @@ def test_resume_equals_the_uninterrupted_run(folder):
         torch.testing.assert_close(weights(resumed), kept)
     with pytest.raises(UserError, match="has no rollouts"):
         resumed.train(resume_from_checkpoint=str(folder / "model"))
+
+
+def test_the_progress_bar_of_a_training_that_fails_is_closed(folder):
+    def broken(completions, **kwargs):
+        raise ZeroDivisionError
+
+    trainer = grpo(folder, reward_funcs=broken, max_steps=2, disable_tqdm=False)
+    bars = []
+
+    class Watcher(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            found = (one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback))
+            bars.extend(one.training_bar for one in found)
+
+    trainer.add_callback(Watcher())
+    with pytest.raises(UserError):
+        trainer.train()
+    assert [bar.disable for bar in bars] == [True]  # as a closed bar is
 
 
 def test_tokens_of_completions_that_are_trained_on_again_count_once(folder):

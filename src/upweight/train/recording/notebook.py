@@ -1,11 +1,12 @@
 """The progress bar and table of a notebook, with the metrics that say how a run goes beside its loss."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from html import escape
 from typing import Any
 
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import IntervalStrategy
 
 SHOWN = (
@@ -25,6 +26,16 @@ def evaluated_columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
     shown = columns({name.removeprefix(prefix): value for name, value in metrics.items()})
     losses = {name: value for name, value in metrics.items() if name == f"{prefix}loss"}
     return losses | {f"{prefix}{name}": value for name, value in shown.items()}
+
+
+def close_bars(callbacks: Iterable[Any]) -> None:
+    """End the bars of the Trainer's progress, which stays open where a training fails and is drawn again later."""
+    for callback in callbacks:
+        if isinstance(callback, ProgressCallback):
+            for name in ("training_bar", "prediction_bar"):
+                if (bar := getattr(callback, name)) is not None:
+                    bar.close()
+                    setattr(callback, name, None)
 
 
 def show_metrics_in_notebook(trainer: Any) -> None:

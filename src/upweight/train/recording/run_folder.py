@@ -28,7 +28,7 @@ from upweight.settings import keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
-from upweight.train.recording.notebook import show_metrics_in_notebook
+from upweight.train.recording.notebook import close_bars, show_metrics_in_notebook
 from upweight.train.recording.trackers import name_tracker_errors
 from upweight.user_modules import changed_code
 
@@ -158,6 +158,7 @@ def recording(
                 stop.exit_if_signalled(trainer.state)
     finally:
         trainer.between_batches = before
+        close_bars(trainer.callback_handler.callbacks)
         for callback in callbacks:
             if callback in trainer.callback_handler.callbacks:  # a resume replaces some
                 trainer.remove_callback(callback)
