@@ -143,8 +143,8 @@ class _Unread:
         if not new:
             return
         reached = _reached(out)
-        unread = (node for node in new if (node, True) in reached and (node, False) not in reached)
-        self.modules |= {new[node] for node in unread}
+        read = {module for node, module in new.items() if (node, True) not in reached or (node, False) in reached}
+        self.modules |= set(new.values()) - read
         self._seen |= set(new.values())
 
 
