@@ -95,6 +95,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
     record = {"state": "running", "started": time.time(), **process, "command": recorded_command(), **about}
     write_text(folder / RECORD, json.dumps(record))
     end: dict[str, Any] = {"state": "done"}
+    reason = None
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
@@ -113,7 +114,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
             write_text(folder / RECORD, json.dumps({**record, "ended": time.time(), **end}))
         except OSError as error:
             logger.warning("warning: %s could not be written: %s", folder / RECORD, error.strerror)
-        report_on(folder)
+        report_on(folder, quiet=reason is not None)
 
 
 def _what_was_lost(error: BaseException, folder: Path) -> str | None:
@@ -136,12 +137,13 @@ def _resume_sentence(folder: Path) -> str:
     return f"Once the cause is fixed, {resume_from(whole, resume_words())}."
 
 
-def report_on(folder: Path) -> None:
-    """Write the report of a run; an error in it is only logged."""
+def report_on(folder: Path, *, quiet: bool = False) -> None:
+    """Write the report of a run; an error in it is only logged, unless the error that ended the run says why."""
     if not folder.is_dir():
         return
     try:
         logger.info("report: %s", write_report([folder]))
     except Exception as error:  # it reads any files in the folder, and its error would hide the one that ended the run
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-        logger.warning("warning: the report could not be written: %s", reason)
+        if not quiet:
+            logger.warning("warning: the report could not be written: %s", reason)

@@ -155,6 +155,15 @@ def test_ratings_are_recognised_by_foreign_words(name, refused):
     assert "It holds ratings; say which are good and which bad" in problem
 
 
+def test_low_school_marks_and_ranks_are_good(refused, written, caplog):
+    marks = RATINGS.replace("rating", "Schulnote")
+    problem, _ = refused(marks, "kto")
+    assert "label=Schulnote --values 2=true,3=true,5=false --method kto`" in problem
+    caplog.set_level(logging.INFO)
+    written(marks, "sft")
+    assert "def good(row): return float(row['Schulnote'] or 'inf') <= 3" in caplog.text
+
+
 def test_numbers_that_stand_for_something_are_asked_for_in_their_order(refused):
     problem, _ = refused(
         RATINGS.replace("rating", "mark"), "kto", columns="prompt=prompt,completion=response,label=mark"

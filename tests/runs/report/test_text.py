@@ -58,6 +58,15 @@ def test_a_young_run_is_too_early(tmp_path):
     assert re.search(r"reward at zero \(\d+\).* and \d+ that only warn", text)
 
 
+def test_completions_that_did_not_end_are_marked(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = [completion(10, place, row=0, prompt="the question", finished=place == 0) for place in range(2)]
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines(rows))
+    shown = text_of(run)
+    assert "reward 2, cut off: " in shown
+    assert "reward 2: " in shown
+
+
 def test_the_time_left_of_a_resumed_run_counts_the_steps_since(tmp_path):
     here = {"pid": os.getpid(), "begun": start_ticks(os.getpid()), "machine": this_machine()}
     record = {**here, "state": "running", "max_steps": 60, "started": time.time() - 100, "resumed_step": 30}

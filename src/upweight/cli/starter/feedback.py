@@ -19,6 +19,7 @@ BAD = ("bad", "false", "0", "0.0", "no", "n", "down", "negative", "incorrect", "
        "schlecht", "nein", "falsch", "mauvais", "non", "malo", "ruim", "não", "cattivo", "差", "否")  # fmt: skip
 MOST_MARKS = 10  # different ones, of which a command can name each
 RATED = ("rating", "score", "star", "grade", "quality", "csat", "satisfaction")  # in names of columns of ratings
+RANKED = ("schulnote", "rang", "rank", "platz")  # the same of those whose lowest is the best
 UNRATED = ("", "n/a", "na", "nan", "none", "null", "-")  # cells of such a column in rows that nobody rated
 
 
@@ -100,7 +101,13 @@ def is_label(value: Any) -> bool:
 def is_rating(name: str, table: Table) -> bool:
     """Return whether a column holds numbers that grade rows; cells may be empty."""
     is_named = "rating" in words_of(name) or any(word in name.lower() for word in RATED)
-    return is_named and bool(_ratings(name, table))
+    ratings = _ratings(name, table)
+    return bool(ratings) and (is_named or (_low_is_good(name) and len(ratings) <= MOST_MARKS))
+
+
+def _low_is_good(name: str) -> bool:
+    """Return whether a column is named for marks or places, of which 1 is the best."""
+    return any(word in name.lower() for word in RANKED)
 
 
 def _ratings(name: str, table: Table) -> list[str]:
@@ -112,6 +119,12 @@ def _ratings(name: str, table: Table) -> list[str]:
 
 def _middle(ratings: Sequence[str]) -> float:
     return (float(ratings[0]) + float(ratings[-1])) / 2
+
+
+def _is_good(rating: str, name: str, ratings: Sequence[str]) -> bool:
+    """Return whether a rating is in the better half of those that there are."""
+    middle = _middle(ratings)
+    return float(rating) < middle if _low_is_good(name) else float(rating) > middle
 
 
 def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
@@ -183,10 +196,11 @@ def label_advice(name: str, values: Sequence[str]) -> str:
 def rating_advice(name: str, table: Table) -> str:
     """Return what a column of ratings is good for."""
     ratings = _ratings(name, table)
-    lowest = next((one for one in ratings if float(one) > _middle(ratings)), ratings[-1])
+    good_ones = [one for one in ratings if _is_good(one, name, ratings)] or ratings
+    bound, unset = (f"<= {good_ones[-1]}", "'inf'") if _low_is_good(name) else (f">= {good_ones[0]}", "0")
     unrated = [value for value in table.values(name) if value and value not in ratings]
     rated = f"row[{name!r}] not in {unrated} and " if unrated else ""
-    good = f"def good(row): return {rated}float(row[{name!r}] or 0) >= {lowest}"
+    good = f"def good(row): return {rated}float(row[{name!r}] or {unset}) {bound}"
     return (
         f"{name!r} holds ratings, and sft trains on all rows, also on badly rated ones. To train on good rows only: "
         f"`filter: mine.good` in the entry, with `{good}` in mine.py. kto learns from good and bad ones: "
@@ -214,7 +228,7 @@ def _halves(name: str, table: Table) -> str:
     middle = _middle(values)
     if len(values) > MOST_MARKS:
         return f"{middle:g}"
-    return ",".join(f"{one}={str(float(one) > middle).lower()}" for one in values if float(one) != middle)
+    return ",".join(f"{one}={str(_is_good(one, name, values)).lower()}" for one in values if float(one) != middle)
 
 
 def ratings_without_meaning(table: Table) -> tuple[str, str] | None:

@@ -172,7 +172,8 @@ def _chosen(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
 
 def _label(row: Mapping[str, Any], when: str) -> str:
     reward = f"reward {row['reward']:.3g}" if row.get("reward") is not None else ""
-    label = f"{when} ({reward})" if when and reward else when or reward
+    marks = ", ".join(filter(None, (reward, "cut off" if row.get("finished") is False else "")))
+    label = f"{when} ({marks})" if when and marks else when or marks
     return f"{label}: " if label else ""
 
 
