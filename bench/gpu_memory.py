@@ -109,7 +109,7 @@ class Subject:
         budget = token_budget(text, self.device, optim, reserved=self.reserved)
         self.runner = self.new_runner(budget)
         if optim.tiled_mlp:
-            tile_blocks(self.model)
+            tile_blocks(self.model, budget)
         if optim.gradient_checkpointing and not optim.checkpointing_args.get("every_layer"):
             keep = optim.checkpointing_args.get("keep")
             enable_checkpointing(self.model, optimizer=optim.optimizer, keep=keep, one_node=True)

@@ -213,10 +213,10 @@ def test_a_reference_in_host_memory_and_a_smaller_head_are_counted(qwen):
 
 
 def test_blocks_in_tiles_take_the_memory_of_one_tile(seven):
-    tiled = replace(LEAN, tiled=True)
+    tiled = replace(LEAN, tiled_above=4096)
     block = 4 * 18_944 * 2
-    short, at, long = (need(seven, "lora", tokens=n, savings=tiled).activations for n in (1024, 2048, 40_960))
-    assert (short, at) == tuple(need(seven, "lora", tokens=n, savings=LEAN).activations for n in (1024, 2048))
+    short, at, long = (need(seven, "lora", tokens=n, savings=tiled).activations for n in (2048, 4096, 40_960))
+    assert (short, at) == tuple(need(seven, "lora", tokens=n, savings=LEAN).activations for n in (2048, 4096))
     assert need(seven, "lora", tokens=40_960, savings=LEAN).activations - long == (40_960 - 2048) * block
     for free in (1, 4, 40):
         most = seven.tokens_in(free * GIB, tiled)

@@ -65,7 +65,7 @@ def test_losses_are_the_same_in_all_modes(method, adapter, tmp_path):
 @pytest.mark.parametrize("method", [DPO(), SFT()])
 def test_modes_agree_in_bfloat16_to_its_rounding(method, adapter, tmp_path, monkeypatch):
     """Losses and gradients of the three modes, and as a measure of rounding those of the same model in float32."""
-    monkeypatch.setattr(tiled_mlp, "TILE", 16)  # so that `lean` tiles these rows
+    monkeypatch.setattr(tiled_mlp, "TILE", 16)  # so that `lean` tiles rows of more than 64 tokens
     folder = write_model(tmp_path / "model", num_hidden_layers=3)
     losses, gradients = {}, {}
     for mode in (*MODES, "float32"):

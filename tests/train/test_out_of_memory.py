@@ -88,6 +88,15 @@ def test_gated_blocks_are_tiled_before_activations_leave_the_device(tmp_path, ca
     assert "activation_offloading" not in caplog.text
 
 
+def test_smaller_rows_lower_what_is_tiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiled_mlp, "TILE", 16)
+    optim = {"gradient_checkpointing": True, "tiled_mlp": True}
+    *_, trainer = trained(tmp_path, lambda trainer, tokens: tokens <= 280, parts={"optim": optim})
+    assert trainer.runner.token_budget == 256
+    limits = {vars(module).get("_tile_above") for module in trainer.model.modules()} - {None}
+    assert limits == {256}
+
+
 def test_kept_activations_go_first(tmp_path, caplog):
     options = {"gradient_checkpointing": True, "checkpointing_args": {"keep": 0.5}}
     recomputes = lambda trainer, tokens: all(  # noqa: E731

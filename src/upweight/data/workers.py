@@ -235,7 +235,7 @@ def _encode_rows(job: EncodeJob, rows: Sequence[Mapping[str, Any]], start: int) 
                 job.encoder(job.rows.take(read, read + 1)[0])
             except RowError as error:
                 errors[read] = error
-            if errors and time.monotonic() > until:
+            if time.monotonic() > until if errors else read + 1 >= start + len(rows):
                 break
         if not errors:
             raise

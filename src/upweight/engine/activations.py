@@ -95,7 +95,7 @@ def save_less(model: nn.Module, largest: int) -> str | None:
     if base.supports_gradient_checkpointing and not base.is_gradient_checkpointing:
         enable_checkpointing(model, every_layer=True, one_node=True)
         return "gradient_checkpointing: true"
-    if largest > TILE and not are_tiled(base) and tile_blocks(base):
+    if largest > TILE and not are_tiled(base) and tile_blocks(base, TILE):
         return "tiled_mlp: true"
     if not base.__dict__.get("_offloads_activations"):
         offload_activations(model)

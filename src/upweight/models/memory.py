@@ -48,7 +48,7 @@ class Savings:
     offload_activations: bool = False  # what is saved for the backward is in host memory
     offload_reference: bool = False  # so are the reference and teachers, while they are not used
     head_chunk: int | None = None  # scored tokens whose logits exist at a time; None: as many as HEAD_CHUNK holds
-    tiled: bool = False  # gated blocks are computed a tile of tokens at a time
+    tiled_above: int | None = None  # tokens of a row whose gated blocks are not computed in tiles; None: of any row
 
     @classmethod
     def of(cls, config: Config) -> "Savings":
@@ -60,7 +60,8 @@ class Savings:
         """Return those of a config's section."""
         # With `keep` a layer is recomputed where its activations do not fit, so they need not.
         offload = optim.activation_offloading, optim.reference_offloading
-        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk, optim.tiled_mlp)
+        tiled_above = max(optim.token_budget or TILE, TILE) if optim.tiled_mlp else None
+        return cls(optim.gradient_checkpointing, *offload, optim.head_chunk, tiled_above)
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,17 @@ class TokenBytes:
 
     def row_peak(self, tokens: int, savings: Savings) -> int:
         """Return the bytes of a row's activations in the backward of one layer."""
-        inside = min(tokens, TILE) if savings.tiled else tokens
-        return tokens * (self.peak(savings) - self.block) + inside * self.block
+        if savings.tiled_above is None or tokens <= savings.tiled_above:
+            return tokens * self.peak(savings)
+        return tokens * (self.peak(savings) - self.block) + TILE * self.block
 
     def tokens_in(self, free: float, savings: Savings) -> float:
         """Return the most tokens of a row whose activations fit into so many bytes in the backward of one layer."""
         whole = free / self.peak(savings)
-        if not savings.tiled or whole <= TILE:
+        if savings.tiled_above is None:
             return whole
-        return (free - TILE * self.block) / (self.peak(savings) - self.block)
+        tiled = (free - TILE * self.block) / (self.peak(savings) - self.block)
+        return tiled if tiled > savings.tiled_above else min(whole, savings.tiled_above)
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,8 @@ def make_policy(
     by_memory = token_budget(text, device, optim, reserved=reserved)
     shares = 1 if context is None else context.size  # of a row
     budget = optim.token_budget or by_memory * shares
-    if optim.tiled_mlp and not tile_blocks(unwrap_peft(model)) and optim.memory != "lean":
-        raise UserError("tiled_mlp: the model has no gated blocks (gate_proj, up_proj, down_proj). Leave it out.")
+    if optim.tiled_mlp:
+        _tile_blocks(model, budget // shares, optim)
     precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
     references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
     return Policy(
@@ -250,6 +250,12 @@ def _save_activations(model: nn.Module, optim: OptimSection, *, whole: bool) -> 
         options = optim.checkpointing_args
         reentrant, every_layer = bool(options.get("use_reentrant")), bool(options.get("every_layer"))
         enable_checkpointing(model, reentrant, every_layer, optim.optimizer, keep=options.get("keep"), one_node=whole)
+
+
+def _tile_blocks(model: nn.Module, above: int, optim: OptimSection) -> None:
+    """Tile the gated blocks of rows with more than `above` tokens; refuse a model without any, if it was asked for."""
+    if not tile_blocks(unwrap_peft(model), above) and optim.memory != "lean":
+        raise UserError("tiled_mlp: the model has no gated blocks (gate_proj, up_proj, down_proj). Leave it out.")
 
 
 def _load_separate(load: LoadModel, device: torch.device, attach_engine: Callable[[nn.Module], Engine]) -> nn.Module:

@@ -18,6 +18,7 @@ from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
 from upweight.errors import UserError
 from upweight.methods.base import Method, required
+from upweight.models.kernels.tiled_mlp import are_tiled, tile_blocks
 from upweight.models.memory import smaller_rows
 from upweight.models.modules import unwrap_peft
 from upweight.models.reference import Reference
@@ -132,6 +133,8 @@ class StepRunner:
         smaller = smaller_rows(self.token_budget, self.packer.largest, largest_unit)
         if smaller is not None:
             self.token_budget = smaller
+            if are_tiled(unwrapped):
+                tile_blocks(unwrapped, smaller)
             return f"larger rows (token_budget is now {smaller})"
         key = None if self.engine.images is not None else save_less(unwrapped, self.packer.largest)
         return None if key is None else f"speed ('{key}' from now on)"

@@ -87,7 +87,7 @@ def test_what_nothing_reads_is_not_computed_again(kind, tile, products, monkeypa
     enable_checkpointing(model, every_layer=True, one_node=True)
     if tile:
         monkeypatch.setattr(tiled_mlp, "TILE", tile)
-        tile_blocks(model)
+        tile_blocks(model, above=tile)
     left_out = []
 
     def unread(shape, like):

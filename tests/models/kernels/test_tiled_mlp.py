@@ -50,7 +50,7 @@ def test_losses_and_gradients_are_those_of_whole_blocks(kind, adapted, checkpoin
     if checkpointed:
         enable_checkpointing(model, every_layer=True, one_node=checkpointed == "one node")
     right = gradients(model)
-    assert tile_blocks(model)
+    assert tile_blocks(model, above=TILE)
     seen = widest_block(model)
     loss, found = gradients(model)
     assert max(seen) == TILE
@@ -69,7 +69,7 @@ def test_a_layer_that_adds_its_block_last_computes_it_once_in_backward(kind, cal
         model = attach_adapter(model, AdapterSection(kind="lora", rank=4, target_linear=True))
     enable_checkpointing(model, every_layer=True, one_node=True)
     right = gradients(model)
-    tile_blocks(model)
+    tile_blocks(model, above=TILE)
     gradients(model)  # in the first backward layers find out
     for module in (recompute, lora_linear):
         monkeypatch.setattr(module, "empty", lambda shape, like: like.new_full(shape, torch.nan))
@@ -86,7 +86,7 @@ def test_short_rows_before_long_ones_decide_nothing():
     model = tiny("llama").train()
     enable_checkpointing(model, every_layer=True, one_node=True)
     right = gradients(model)
-    tile_blocks(model)
+    tile_blocks(model, above=TILE)
     gradients(model, IDS[:, : TILE - 1])
     seen = widest_block(model)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_dropout_inside_a_tile_is_drawn_once():
     """The recomputation of a tile draws what its forward drew: a step repeats with the same seed."""
     model = attach_adapter(tiny("llama"), AdapterSection(kind="lora", rank=4, target_linear=True, dropout=0.5)).train()
     enable_checkpointing(model, every_layer=True)
-    tile_blocks(model)
+    tile_blocks(model, above=TILE)
     results = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -115,10 +115,10 @@ def test_short_rows_and_forwards_without_gradients():
     model = tiny("llama").eval()
     with torch.no_grad():
         right = model(input_ids=IDS).logits
-        tile_blocks(model)
+        tile_blocks(model, above=3 * TILE)
         seen = widest_block(model)
-        model(input_ids=IDS[:, : TILE - 1])
-        assert max(seen) == TILE - 1
+        model(input_ids=IDS[:, : 3 * TILE])
+        assert max(seen) == 3 * TILE
         seen.clear()
         torch.testing.assert_close(model(input_ids=IDS).logits, right, atol=1e-6, rtol=1e-5)
         assert max(seen) == TILE
@@ -130,7 +130,7 @@ def test_short_rows_and_forwards_without_gradients():
 
 def test_a_copy_computes_with_its_weights():
     model = tiny("llama").eval()
-    tile_blocks(model)
+    tile_blocks(model, above=TILE)
     twin = copy.deepcopy(model)
     before = model(input_ids=IDS).logits
     for module in twin.modules():
@@ -143,5 +143,5 @@ def test_a_copy_computes_with_its_weights():
 
 def test_models_without_gated_blocks_are_left_alone():
     model = tiny("phi")
-    assert not tile_blocks(model)
+    assert not tile_blocks(model, above=TILE)
     assert not are_tiled(model)

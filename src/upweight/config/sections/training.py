@@ -133,7 +133,7 @@ class OptimSection(Section):
     tiled_mlp: bool = setting(
         "tiled_mlp",
         False,
-        "Compute gated blocks in tiles of 2,048 tokens of a row, for less memory.",
+        "Compute the gated blocks of rows longer than `token_budget` in tiles of 2,048 tokens, for less memory.",
     )
     reference_offloading: bool = setting(
         "reference_offloading", False, "Keep the reference's weights in host memory while they are not used."

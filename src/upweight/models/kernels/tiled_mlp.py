@@ -17,18 +17,18 @@ TILE = 2048  # tokens, enough for matrix products at full speed
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})  # projections of a block
 
 
-def tile_blocks(model: nn.Module) -> bool:
-    """Compute gated blocks in tiles where a row has more tokens than one; return whether the model has any."""
+def tile_blocks(model: nn.Module, above: int) -> bool:
+    """Compute gated blocks in tiles where a row has more than `above` tokens; return whether the model has any."""
     blocks = [module for module in model.modules() if is_gated_block(module)]
     for block in blocks:
         wrap_forward(block, _tiled_forward)
-        vars(block)["_tiled"] = True
+        vars(block)["_tile_above"] = max(above, TILE)
     return bool(blocks)
 
 
 def are_tiled(model: nn.Module) -> bool:
     """Return whether `tile_blocks` was called for a model that has gated blocks."""
-    return any("_tiled" in vars(module) for module in model.modules())
+    return any("_tile_above" in vars(module) for module in model.modules())
 
 
 def is_gated_block(module: nn.Module) -> bool:
@@ -42,9 +42,9 @@ def is_gated_block(module: nn.Module) -> bool:
 
 def _tiled_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run the block on tiles of a long row; with gradients, keep nothing but its input."""
-    block = vars(self)["_stock_forward"]
+    block, above = vars(self)["_stock_forward"], vars(self)["_tile_above"]
     x_ND = x.reshape(-1, x.shape[-1])
-    if args or kwargs or len(x_ND) <= TILE:
+    if args or kwargs or len(x_ND) <= above:
         return block(x, *args, **kwargs)
     if not torch.is_grad_enabled():
         out_ND = torch.cat([block(tile) for tile in x_ND.split(TILE)])
