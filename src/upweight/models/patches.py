@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, has_form, is_few, plain_adapter
-from upweight.models.kernels.packed_product import readable
+from upweight.models.kernels.lora_linear import LowRankLinear, few_rows, is_few, is_known_linear, plain_adapter
+from upweight.models.kernels.packed_product import dense
 from upweight.models.kernels.recompute import draws, is_unread, note_output, recompute_layer
 from upweight.models.kernels.rotary import NAME, fused_form, same_rotation
 from upweight.models.modules import context_value, wrap_forward
@@ -87,7 +87,7 @@ def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any
 def add_adapters_in_place(model: nn.Module) -> None:
     """Let plain LoRA layers add their term inside the matrix product; PEFT takes three passes over the output."""
     for module in model.modules():
-        if isinstance(module, LoraLayer) and has_form(module):
+        if isinstance(module, LoraLayer) and is_known_linear(module):
             wrap_forward(module, _lora_forward)
 
 
@@ -100,7 +100,7 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     x_ND = x.reshape(-1, x.shape[-1])
     if few_rows is not None and is_few(x_ND, self.out_features) and len(down) <= few_rows.MOST_RANK:
         biases = [] if bias is None else [bias]
-        out = few_rows.few_rows_linears(x_ND, [readable(weight)], biases, [down], [up], [scaling])
+        out = few_rows.few_rows_linears(x_ND, [dense(weight)], biases, [down], [up], [scaling])
     elif torch.compiler.is_compiling():
         out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
     else:

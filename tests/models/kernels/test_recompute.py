@@ -16,7 +16,7 @@ from upweight.config.sections.model import AdapterSection
 from upweight.engine.activations import enable_checkpointing
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.kernels import lora_linear, recompute, tiled_mlp
-from upweight.models.kernels.recompute import Recomputed, Run, is_unread, note_output, read_weights
+from upweight.models.kernels.recompute import Recomputed, Rerun, is_unread, note_output, read_weights
 from upweight.models.kernels.tiled_mlp import tile_blocks
 from upweight.models.load import disable_dropout
 from upweight.models.modules import dropout_rates
@@ -129,7 +129,7 @@ def test_an_output_that_is_read_elsewhere_is_computed(monkeypatch):
         layer = Layer(reads)
         x = torch.randn(3, 4, requires_grad=True)
         for _ in range(2):
-            Recomputed.apply(Run(layer, layer.forward), None, x, *read_weights(layer)).sum().backward()
+            Recomputed.apply(Rerun(layer, layer.forward), None, x, *read_weights(layer)).sum().backward()
         assert found[-1] == (not reads)  # in the second recomputation, not before
         assert not any(found[:-1])
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from upweight.models.kernels.lora_linear import (
     few_rows,
     gated,
-    has_form,
     is_few,
     is_half_inference,
+    is_known_linear,
     is_readable,
     plain_adapter,
 )
-from upweight.models.kernels.packed_product import dtype_of, is_packed, readable
+from upweight.models.kernels.packed_product import dense, dtype_of, is_packed
 from upweight.models.kernels.tiles import FEW_ROWS, MIN_GATED_OUTPUTS
 from upweight.models.modules import GATED_PROJECTIONS
 
@@ -216,7 +216,7 @@ def plain_weights(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Te
         return None
     plain: list[Any] = []
     for layer in layers:
-        if not has_form(layer):
+        if not is_known_linear(layer):
             return None
         if isinstance(layer, LoraLayer):
             plain.append(plain_adapter(layer, x_ND))
@@ -231,5 +231,5 @@ def plain_weights(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Te
     if len(downs) not in (0, len(layers)) or len(ranks) > 1 or max(ranks, default=0) > few_rows.MOST_RANK:
         return None
     weights, biases, _, ups, scalings = map(list, zip(*plain, strict=True))
-    adapted, weights = bool(downs), list(map(readable, weights))
+    adapted, weights = bool(downs), list(map(dense, weights))
     return weights, [b for b in biases if b is not None], downs, ups if adapted else [], scalings if adapted else []

@@ -10,7 +10,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from upweight.models.kernels.packed_product import dtype_of, is_packed, readable
+from upweight.models.kernels.packed_product import dense, dtype_of, is_packed
 from upweight.models.kernels.recompute import empty
 from upweight.models.kernels.tiles import most_rows
 
@@ -33,7 +33,7 @@ def is_half_inference(x_ND: Tensor) -> bool:
     return x_ND.is_cuda and x_ND.dtype != torch.float32 and not torch.is_grad_enabled()
 
 
-def has_form(layer: Any) -> bool:
+def is_known_linear(layer: Any) -> bool:
     """Return whether a layer is linear, with an adapter or without, and of a class whose forward is known."""
     if type(layer) in (nn.Linear, LoraLinear):
         return True
@@ -51,7 +51,7 @@ def plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor,
         return None
     (name,) = active
     base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    plain = has_form(base) and type(down) is type(up) is nn.Linear and up.bias is None
+    plain = is_known_linear(base) and type(down) is type(up) is nn.Linear and up.bias is None
     idle = isinstance(dropout, nn.Identity) or not dropout.training
     if not (plain and idle) or torch.is_autocast_enabled(x.device.type):
         return None
@@ -84,7 +84,7 @@ class LowRankLinear(torch.autograd.Function):
         if unread:
             out = empty((len(x_ND), len(up)), x_ND)
         else:
-            out = F.linear(x_ND, readable(weight), bias).addmm_(narrow, up.t(), alpha=scaling)
+            out = F.linear(x_ND, dense(weight), bias).addmm_(narrow, up.t(), alpha=scaling)
         packed = is_packed(weight)
         ctx.save_for_backward(x_ND, narrow, None if packed else weight, down, up)
         ctx.scaling, ctx.packed = scaling, weight if packed else None  # saved, it would lose what it is unpacked by
@@ -94,7 +94,7 @@ class LowRankLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         x_ND, narrow, weight, down, up = ctx.saved_tensors
-        weight = readable(ctx.packed) if weight is None and ctx.needs_input_grad[3] else weight
+        weight = dense(ctx.packed) if weight is None and ctx.needs_input_grad[3] else weight
         grad_narrow = _scaled_product(grad, up, ctx.scaling)
         grad_x = (grad @ weight).addmm_(grad_narrow, down) if ctx.needs_input_grad[3] else None
         grad_down = grad_narrow.t() @ x_ND if ctx.needs_input_grad[5] else None

@@ -36,7 +36,7 @@ def unpacked(weight: Any) -> Tensor:
     return importlib.import_module("bitsandbytes.functional").dequantize_4bit(weight.data, state)
 
 
-def readable(weight: Tensor) -> Tensor:
+def dense(weight: Tensor) -> Tensor:
     """Return a weight as products read it: one that is packed is unpacked."""
     return unpacked(weight) if is_packed(weight) else weight
 

@@ -32,7 +32,7 @@ class Recomputed(torch.autograd.Function):
     """run(x), which backward runs again: on all rows of x, or on one tile of them after the other."""
 
     @staticmethod
-    def forward(ctx: Any, run: "Run", tile: int | None, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, run: "Rerun", tile: int | None, x: Tensor, *weights: Tensor) -> Tensor:
         """`weights`: all that `run` reads and that gets gradients. The output of a block in tiles is shaped as x is."""
         ctx.run, ctx.tile, ctx.weights = run, tile, weights
         ctx.save_for_backward(x)
@@ -69,7 +69,9 @@ def _parts(x: Tensor, tile: int | None) -> tuple[Tensor, ...]:
     return (x,) if tile is None else x.split(tile)
 
 
-def _gradients(run: "Run", x: Tensor, grad: Tensor, weights: tuple[Tensor, ...], wants_x: bool) -> list[Tensor | None]:
+def _gradients(
+    run: "Rerun", x: Tensor, grad: Tensor, weights: tuple[Tensor, ...], wants_x: bool
+) -> list[Tensor | None]:
     """Return the gradients of x, if it wants one, and of the weights."""
     inner = x.detach().requires_grad_(wants_x)
     with torch.enable_grad():
@@ -112,7 +114,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-class Run:
+class Rerun:
     """A module's call, which leaves out what nothing reads where it is run again for its backward."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], *rest: Any) -> None:
@@ -192,7 +194,7 @@ def recompute_layer(layer: nn.Module, stock: Callable[..., Any], call: Any, *arg
         return stock(call, *args)
     try:
         # What is called must not hold the input, which may wait in host memory.
-        return Recomputed.apply(Run(layer, call, *rest), None, hidden, *read_weights(layer))
+        return Recomputed.apply(Rerun(layer, call, *rest), None, hidden, *read_weights(layer))
     except OtherOutput:
         vars(layer)["_stock_checkpoint"] = True
         return stock(call, *args)

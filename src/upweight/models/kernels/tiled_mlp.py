@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from upweight.models.kernels.recompute import Recomputed, Run, draws, note_output, read_weights
+from upweight.models.kernels.recompute import Recomputed, Rerun, draws, note_output, read_weights
 from upweight.models.modules import wrap_forward
 
 TILE = 2048  # tokens, enough for matrix products at full speed
@@ -51,7 +51,7 @@ def _tiled_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     elif draws(self):
         out_ND = torch.cat([checkpoint(block, tile, use_reentrant=False) for tile in x_ND.split(TILE)])
     else:
-        out_ND = Recomputed.apply(Run(self, block), TILE, x_ND, *read_weights(self))
+        out_ND = Recomputed.apply(Rerun(self, block), TILE, x_ND, *read_weights(self))
         assert isinstance(out_ND, Tensor)
         note_output(self, out_ND)
     return out_ND.view(*x.shape[:-1], -1)
