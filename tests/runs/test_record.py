@@ -1,5 +1,6 @@
 """The record of a run: while it goes on, and however it ends."""
 
+import errno
 import json
 import os
 
@@ -53,6 +54,13 @@ def test_a_report_that_cannot_be_written_is_said_and_does_not_fail_the_run(tmp_p
         pass
     assert record_of(tmp_path)["state"] == "done"
     assert "the report could not be written" in caplog.text
+
+
+def test_a_report_is_not_missed_where_the_folder_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(UserError, match="cannot be written to"), recorded(tmp_path, {}, writes=True):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "the report could not be written" not in caplog.text
 
 
 def written(folder, checkpoint=None, **record):
