@@ -121,7 +121,7 @@ def measure(
                 line: dict[str, Any] = {"name": f"unsloth_{case}", "size": size}
                 line |= {"adapter": "qlora" if quantised else "lora"} | ({} if python else {"unsloth": MISSING})
                 line |= tokens_of(work_of(case, size, quantised=quantised))
-                yield line | compared(measured_in_turn(of_case, options.steps, settle=True), modes)
+                yield line | compared(measured_in_turn(of_case, options.steps, settle=1), modes)
                 for side in of_case.values():
                     side.end()
         finally:

@@ -18,7 +18,7 @@ from upweight.config.sections.training import LESS_MEMORY, OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.first_look import Stored
-from upweight.models.kernels.grouped_experts import WEIGHTS
+from upweight.models.kernels.experts.grouped import WEIGHTS
 from upweight.models.kernels.tiled_mlp import TILE, is_gated_block
 from upweight.models.load import Head, config_with_head, model_without_weights, named_by, teacher_source
 
