@@ -327,7 +327,7 @@ def test_weights_that_are_stored_in_4_bits_are_counted_so_and_not_quantised_agai
     assert {kind for kind, _ in rows} == {"lora"}
     assert float(rows["lora", "fast"]["weights"]) == pytest.approx(float(plain["qlora", "fast"]["weights"]), rel=0.02)
     fused, unfused = (float(each["activations"]) for each in (plain["qlora", "balanced"], rows["lora", "balanced"]))
-    assert unfused == pytest.approx(fused * 1.2, abs=0.15)  # gates beside layers of AWQ keep one product more
+    assert unfused == pytest.approx(fused * 1.5, abs=0.15)  # blocks beside layers of AWQ keep two products more
     assert "Set 'memory: fast'" in answer
     assert "4bit" not in answer
 
