@@ -174,7 +174,7 @@ def one_without_adapter(model):
     return model_of(targets=BLOCK[:2])
 
 
-def in_float32(model):
+def in_half_precision(model):
     for layer in (getattr(block, name) for block in blocks(model) for name in BLOCK):
         layer.base_layer.weight.data = layer.base_layer.weight.data.bfloat16()
     return model
@@ -197,9 +197,16 @@ def watched(model):
     return model
 
 
+def gathered_by_zero(model):
+    for block in blocks(model):
+        block.gate_proj.base_layer.weight.ds_id = 1
+    return model
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        gathered_by_zero,
         one_without_adapter,
         with_two_adapters,
         merged,
@@ -233,7 +240,7 @@ def test_adapters_switch_off_and_autocast_goes_around(nodes):
         model(input_ids=ids)
     with torch.autocast("cpu", torch.bfloat16):
         model(input_ids=ids)
-    in_float32(model)
+    in_half_precision(model)
     with pytest.raises(RuntimeError, match="dtype"):  # as in PEFT
         model(input_ids=ids)
     assert not nodes
