@@ -196,10 +196,15 @@ def has_gated_adapters(block: nn.Module) -> bool:
 
 
 def _adds_in_place(layer: Any) -> bool:
-    """Return whether a layer has an adapter that is added inside its product, and nothing watches its calls."""
+    """Return whether a layer has an adapter that is added inside its product, and nothing watches its calls.
+
+    ZeRO-3 gathers a weight that is read, for the module that is called then.
+    """
+    if not isinstance(layer, LoraLayer) or "_stock_forward" not in vars(layer):
+        return False
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    in_place = isinstance(layer, LoraLayer) and "_stock_forward" in vars(layer)
-    return in_place and not any(vars(layer)[name] for name in hooks)
+    weight = dict.get(layer.get_base_layer()._parameters, "weight")  # not by its name, which would gather it
+    return not any(vars(layer)[name] for name in hooks) and not hasattr(weight, "ds_id")
 
 
 def _adapted(x_ND: Tensor, weight: Tensor, narrow: Tensor, up: Tensor, scaling: float) -> Tensor:
