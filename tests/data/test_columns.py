@@ -35,6 +35,11 @@ KEYS = {
          "type: {field_prompt: input, field_completion: reply, field_label: thumbs_up}"),
         ("text", ["question", "answer"], "type: {field_instruction: question, field_output: answer}"),
         ("prompts", ["promt", "id"], "type: {field_prompt: promt}"),
+        ("pairs", ["Eingabe", "Bevorzugt", "Abgelehnt"],
+         "type: {field_prompt: Eingabe, field_chosen: Bevorzugt, field_rejected: Abgelehnt}"),
+        ("pairs", ["Question", "mauvaise", "bonne"],
+         "type: {field_prompt: Question, field_chosen: bonne, field_rejected: mauvaise}"),
+        ("pairs", ["Frage", "gut", "Geschlecht"], None),  # which is no bad answer
         ("pairs", ["a", "b", "c"], None),
         ("pairs", ["question", "good"], None),
     ],
@@ -47,6 +52,7 @@ def test_a_column_has_one_role():
     assert guess_columns("labelled", ["prompt", "completion", "good"])["label"] == "good"
     assert not misses_columns("pairs", ["chosen", "rejected"])
     assert misses_columns("pairs", ["chosen", "question"])
+    assert misses_columns("text", ["instruction", "response"])
     assert not misses_columns("steps", ["anything"])  # whose columns are not known here
 
 

@@ -34,7 +34,7 @@ from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
-from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, step_loader
+from upweight.train.loader import FeedLoader, StepBatchSampler, is_prepared, require_prepared, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.callbacks import EvaluationLeft
@@ -100,6 +100,7 @@ class MethodTrainer(Trainer):
             policy.model.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step, self.last_blocked = time.perf_counter(), 0, 0.0  # blocked by rollouts
         self.metrics_of_callbacks: list[Callable[[Any, Mapping[str, float]], Mapping[str, float]]] = []
+        self.made_with = dict(vars(parts.arguments)), frozenset(vars(self))  # a script may change its arguments
 
     def _set_rows(self, parts: TrainerParts) -> None:
         """Set the prepared rows, with the reference's log-probs where asked, and the datasets that scripts see."""
@@ -166,6 +167,7 @@ class MethodTrainer(Trainer):
             options = {"compare": not self.shuffle, "drop_last": args.dataloader_drop_last}
             self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, **options)
             return self.feed_loader
+        require_prepared(self.train_dataset, self.train_rows)
         rows, seed = len(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
         self.sampler = StepBatchSampler(rows, batch, seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
@@ -265,7 +267,8 @@ class MethodTrainer(Trainer):
 
     def _eval_rows(self, passed: Any) -> Any:
         """Return prepared evaluation rows: of those passed, or of `eval_dataset`, which a script may have replaced."""
-        if passed is None and (self.rollouts is None or self.eval_dataset is self.given_eval):
+        is_ready = self.rollouts is None and is_prepared(self.eval_dataset, self.train_rows)
+        if passed is None and (is_ready or self.eval_dataset is self.given_eval):
             return self.eval_dataset if self.rollouts is None else self.eval_rows
         raw, encode = self.eval_dataset if passed is None else passed, self.encode
         return raw if encode is None else _map_sets(raw, lambda rows: self._with_reference(encode(rows)))

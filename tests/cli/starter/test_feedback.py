@@ -313,3 +313,22 @@ def test_prompts_beside_texts_of_an_unknown_kind_are_asked_about(written, capsys
     printed = capsys.readouterr().out
     assert "if 'Wir' holds answers to imitate: `upweight new " in printed
     assert "--columns prompt=Question,completion=Wir`" in printed
+
+
+def test_two_answers_with_a_rating_each_become_pairs(refused):
+    names = "Frage,Antwort 1,Antwort 2,Punkte 1,Punkte 2"
+    rows = f'{names}\nWhy?,So.,No.,"4,5",3\nWho?,Me.,You.,2,4\nWhat?,A.,B.,3,3\nHow?,C.,D.,,1\n'
+    for method in (None, "dpo"):
+        problem, made = refused(rows, method)
+        assert "'Punkte 1' and 'Punkte 2' rate 'Antwort 1' and 'Antwort 2'" in problem
+        assert made == [
+            {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+            {"prompt": "Who?", "chosen": "You.", "rejected": "Me."},
+        ]
+
+
+def test_ratings_with_decimal_commas_are_ratings(written, caplog):
+    rows = "question;answer;score\nWhy?;So.;4,5\nWho?;Me.;1,5\nWhen?;Now.;\nWhat?;That.;5\n"
+    caplog.set_level(logging.INFO)
+    columns = "prompt=question,completion=answer,label=score"
+    assert [row["label"] for row in written(rows, "kto", columns=columns, values="4.5")] == [True, False, True]

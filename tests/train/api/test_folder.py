@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -112,6 +113,23 @@ def test_arguments_that_are_changed_after_the_trainer_was_made_are_warned_of(fol
     args.learning_rate, args.max_steps = 1e-3, 2
     trainer.train()
     assert "args: max_steps, learning_rate changed after the trainer was made" in caplog.text
+    trainer.args.beta, trainer.loss_type, trainer.args.logging_steps = 3.0, "ipo", 2  # the last takes effect
+    caplog.clear()
+    trainer.train()
+    assert "args: max_steps, learning_rate, beta, loss_type changed after the trainer was made" in caplog.text
+
+
+def test_rows_that_take_the_place_of_the_trainers_are_prepared_or_refused(folder):
+    trainer = dpo(folder, max_steps=1, save_strategy="no")
+    rows = trainer.eval_dataset = Dataset.from_list(ROWS["pairs"])
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate(rows)["eval_loss"]
+    trainer.eval_dataset = {"few": ROWS["pairs"][:1]}
+    assert "eval_few_loss" in trainer.evaluate()
+    trainer.train_dataset = trainer.train_dataset.select(range(2))  # prepared rows
+    trainer.train()
+    trainer.train_dataset = rows
+    with pytest.raises(UserError, match="train_dataset: was replaced after the trainer was made"):
+        trainer.train()
 
 
 def test_a_training_that_fails_says_so(folder):

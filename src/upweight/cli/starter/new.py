@@ -165,12 +165,16 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
         return "kto", f"{marked[0]!r} marks {labelled['completion']!r} as good or bad: kto"
     if "label" in named and "completion" in labelled:
         return "kto", f"'{labelled['label']}' is named as the mark of '{labelled['completion']}': kto"
+    if (scored := feedback.scored_answers_advice(table)) is not None:
+        raise UserError(f"{table.file}: {scored}\n`--method sft` trains on one of the answers, whatever its rating.")
     if reads_text:
         why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
         return "sft", why + feedback.second_answer_advice(table)
     if "prompt" in table.roles("prompts"):
         texts = [name for name in table.varied_texts() if name != table.roles("prompts")["prompt"]]
         also = f"; if {texts[0]!r} holds answers to imitate: {table.ask_for('text')}" if texts else ""
+        if len(texts) == 2:
+            also += f"; if {texts[0]!r} and {texts[1]!r} are a better and a worse answer: {table.ask_for('pairs')}"
         return "grpo", f"there are prompts without answers: grpo, with a reward function of yours{also}"
     raise unrecognised(table)
 
