@@ -293,10 +293,13 @@ def _fit_model(plan: Plan, output: Path) -> None:
     """Read the tokenizer for the template and for lengths, and choose the keys with which training fits in memory."""
     from upweight.config import parse_config
     from upweight.log import quiet_transformers
+    from upweight.models.hub import is_offline
     from upweight.models.load import load_model_config
     from upweight.models.tokenizer import load_tokenizer
 
     quiet_transformers()
+    if not Path(plan.model).is_dir():
+        is_offline(is_told=False)  # asked here, since the line about a missing model says why
     config: Config = parse_config(content(plan), folder=output.resolve().parent)
     try:
         tokenizer = load_tokenizer(config.model)
