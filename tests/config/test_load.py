@@ -86,7 +86,7 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
     ],
 )  # fmt: skip
 def test_rules_are_tried_beside_unknown_keys_and_accuse_no_key_that_was_likely_meant(keys, found):
-    errors = errors_of({**WHOLE, **keys})
+    errors = errors_of({**WHOLE, "datasets": [{"path": "x"}], **keys})
     assert len(errors) == len(found)
     assert all(error.startswith(one) for error, one in zip(errors, found, strict=True))
 
