@@ -458,6 +458,8 @@ def test_a_step_of_kto_has_answers_to_estimate_the_kl_from(loss, rows):
         ),
         ({**GRPO, **LORA, "learning_rate": 0.1}, "1e-6 to 1e-4 is usual for grpo with 'adapter: lora'; try"),
         ({**WHOLE, "learning_rate": 1e-2}, "far above what is usual and ruins a model"),
+        ({**DPO, "learning_rate": 1e-3}, "far above what is usual and ruins a model"),  # 1,000 times as much exactly
+        ({**DPO, "learning_rate": 9e-4}, None),
         ({**WHOLE, "learning_rate": 1e-10}, "far below what is usual and hardly moves a model"),
         ({**WHOLE, **LORA, "learning_rate": 1e-3}, None),
         ({**GRPO, **LORA, "learning_rate": 1e-4}, None),

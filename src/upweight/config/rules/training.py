@@ -25,7 +25,7 @@ PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
 NUMBER, WHOLE = "a number", "a whole number"  # kinds of values in SCHEDULE_ARGS
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
 LONG_WARMUP = 0.5  # of all steps: a longer warm-up is no beginning
-FAR = 1000  # times the method's learning rate, beyond which a model is ruined or does not move
+FAR = 1000  # times the method's learning rate, from which on a model is ruined or does not move
 MOST_RATE = 5e-3  # beyond which a pretrained model is ruined by any method
 
 
@@ -333,7 +333,7 @@ def unusual_rate(config: Config) -> Iterator[str]:
         return
     if config.model.base_model is None:  # arguments of a script, before its trainer knows whether there is an adapter
         return
-    if method.learning_rate / FAR <= rate <= min(method.learning_rate * FAR, MOST_RATE):
+    if method.learning_rate / FAR < rate < method.learning_rate * FAR and rate <= MOST_RATE:
         return
     low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))
     which, effect = ("above", "ruins a model") if rate > high else ("below", "hardly moves a model")
