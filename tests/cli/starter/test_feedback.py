@@ -229,11 +229,29 @@ def test_rows_that_cannot_be_paired(refused):
     assert "write both into a row, as prompt, chosen and rejected" in refused("prompt,answer\nWhy?,So.\n", "dpo")[0]
 
 
+RATED = "prompt,response,rating\nWhy?,So.,5\nHow?,Thus.,1\nWhen?,,5\nWhere?,Here.,4\n"
+MARKED = "prompt,response,label\nWhy?,So.,good\nHow?,Thus.,bad\nWhen?,,good\nWhere?,Here.,good\n"
+
+
+@pytest.mark.parametrize("text", [RATED, MARKED], ids=["rated", "marked"])
+def test_good_rows_are_kept_by_the_filter_that_is_written_for_empty_cells(written, tmp_path, caplog, text):
+    caplog.set_level(logging.INFO)
+    assert len(written(text, "sft")) == 3
+    assert "mine.good" not in caplog.text
+    line = re.search(r"write `(if not .*: return False)` before the `return` of `keep` in filters.py", caplog.text)
+    assert line is not None
+    file = tmp_path / "filters.py"
+    file.write_text(file.read_text().replace("    return all(", f"    {line[1]}\n    return all("))
+    keep = runpy.run_path(str(file))["keep"]
+    with (tmp_path / "mine.csv").open(newline="") as rows:
+        assert [row["prompt"] for row in csv.DictReader(rows) if keep(row)] == ["Why?", "Where?"]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "note"),
     [
         ("prompt,chosen,rejected,score_chosen\nWhy?,So.,No.,5\n", {}, "not read by dpo: score_chosen"),
-        (LABELS, {"method": "sft"}, "whatever 'label' holds: 'good', 'bad'; `filter: mine.good`"),
+        (LABELS, {"method": "sft"}, "whatever 'label' holds: 'good', 'bad'. To train on some of them only: `filter:"),
         ("question;better;worse\nWhy?;So.;No.\n", {}, "chosen is 'better', rejected is 'worse'"),
         (
             "id;question;preferred_answer;other_answer;rater\n1;Why?;So.;No.;r\n",

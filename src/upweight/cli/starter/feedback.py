@@ -184,17 +184,24 @@ def _label_values(table: Table, values: Sequence[str]) -> dict[str, bool | None]
     return {value: True if value in good else False if value in bad else None for value in values}
 
 
-def label_advice(name: str, values: Sequence[str]) -> str:
-    """Return what sft does with rows that are marked by words, and the filter that keeps good ones."""
+def _filtered_by(condition: str, written: str | None) -> str:
+    """Return how a filter keeps the rows of a condition: a new one, or another line in the one that was written."""
+    if written is not None:
+        module, _, function = written.rpartition(".")
+        return f"write `if not ({condition}): return False` before the `return` of `{function}` in {module}.py"
+    return f"`filter: mine.good` in the entry, with `def good(row): return {condition}` in mine.py"
+
+
+def label_advice(name: str, values: Sequence[str], written: str | None) -> str:
+    """Return what sft does with rows that are marked by words, and how good ones are kept; `written`: the filter."""
     kept = [value for value in values if value.lower() in GOOD] or [value for value in values if value][:1]
-    lines = f"def good(row): return str(row[{name!r}]).strip() in {kept}"
+    remedy = _filtered_by(f"str(row[{name!r}]).strip() in {kept}", written)
     held = ", ".join(map(repr, values))
-    remedy = f"`filter: mine.good` in the entry keeps some of them, with `{lines}` in mine.py"
-    return f"all rows are trained on, whatever {name!r} holds: {held}; {remedy}"
+    return f"all rows are trained on, whatever {name!r} holds: {held}. To train on some of them only: {remedy}"
 
 
-def rating_advice(name: str, table: Table) -> str:
-    """Return what a column of ratings is good for."""
+def rating_advice(name: str, table: Table, written: str | None) -> str:
+    """Return what a column of ratings is good for; `written`: the filter that the entry has."""
     ratings = _ratings(name, table)
     good_ones = [one for one in ratings if _is_good(one, name, ratings)] or ratings
     bound, unset = (f"<= {good_ones[-1]}", "'inf'") if _low_is_good(name) else (f">= {good_ones[0]}", "0")
@@ -203,10 +210,10 @@ def rating_advice(name: str, table: Table) -> str:
     cell = f"row[{name!r}] or {unset}"
     if any("," in one for one in ratings):  # decimal commas
         cell, bound = f"str({cell}).replace(',', '.')", bound.replace(",", ".")
-    good = f"def good(row): return {rated}float({cell}) {bound}"
+    good = f"{rated}float({cell}) {bound}"
     return (
         f"{name!r} holds ratings, and sft trains on all rows, also on badly rated ones. To train on good rows only: "
-        f"`filter: mine.good` in the entry, with `{good}` in mine.py. kto learns from good and bad ones: "
+        f"{_filtered_by(good, written)}. kto learns from good and bad ones: "
         f"{_ask_ratings(name, table)}. Rows of one prompt with a high and a low rating make pairs for dpo"
     )
 

@@ -200,12 +200,12 @@ def _warn_of_changed_arguments(objects: Objects, trainer: Any) -> None:
 
 
 def _warn_if_finished_before(state: Any, checkpoint: Path | None, objects: Objects) -> None:
-    """Warn where a script resumed a run that has no step left, whose returned loss is that of no step."""
+    """Warn where a script resumed a run that has no step left."""
     if not objects.from_script or checkpoint is None:
         return
     if state.global_step == step_of(checkpoint) and state.global_step >= state.max_steps:
-        done = f"this run is finished (step {state.global_step} of {state.max_steps}), and nothing was trained"
-        logger.warning("warning: %s; raise max_steps or num_train_epochs to go on", done)
+        done = f"this run is finished (step {state.global_step} of {state.max_steps}), and nothing was left to train"
+        logger.warning("warning: %s: its loss is returned; raise max_steps or num_train_epochs to go on", done)
 
 
 def named_verdicts(folder: Path) -> str:
