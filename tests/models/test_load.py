@@ -398,6 +398,13 @@ def test_a_pickle_or_a_damaged_file_is_refused_and_nothing_of_it_runs(file, tmp_
     assert not ran.exists()
 
 
+def test_a_shape_without_the_head_that_is_trained_is_said_as_of_weights(tmp_path):
+    tiny("gemma3_text").config.save_pretrained(tmp_path)
+    section = ModelSection(base_model=str(tmp_path))
+    with pytest.raises(UserError, match=r"^base_model: could not load the shape of .* name another decoder"):
+        model_without_weights(section, "step_score", config_with_head(section, "step_score"))
+
+
 def test_a_type_that_transformers_does_not_know_is_said(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "frobnicate"}')
     with pytest.raises(UserError, match=r"transformers [\d.]+\S* does not know its type; a later version may"):
