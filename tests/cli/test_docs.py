@@ -46,6 +46,12 @@ def test_a_word_that_is_no_page_is_searched_for():
         docs.docs(["xyzzy"])
 
 
+def test_several_words_that_are_near_a_page_are_searched_for():
+    said = printed("out", "of", "memory")
+    assert said.startswith("no page is called 'out of memory'; these lines hold it:\ntroubleshooting (")
+    assert printed("getting", "started") == printed("getting-started")
+
+
 def test_a_page_is_found_in_any_case_and_by_its_beginning():
     assert printed("GRPO") == printed("grpo")
     assert printed("trouble").startswith("# Troubleshooting")

@@ -185,6 +185,26 @@ def test_teachers_take_memory_as_they_are_loaded(tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says by itself how much memory it has")
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (12, "Set 'distill.teacher_load_in_4bit: true': about "),
+        (5, "Take a smaller teacher or one on a server ('distill.teacher: URL'), a smaller model, or 'fsdp: true'"),
+    ],
+)
+def test_a_teacher_that_is_too_large_is_answered_with_what_makes_it_fit(seven, tmp_path, capsys, gib, said):
+    keys = {"adapter": "lora", "distill": {"teacher": str(seven)}}
+    student = write_model(tmp_path / "student", max_position_embeddings=2048)
+    config = write_online(tmp_path, student, rl="distill", trl=None, **keys)
+    assert run(config, [], memory=gib) == 1
+    _, rows, answer = printed(capsys)
+    assert said in answer
+    assert {row["longest"] for row in rows.values()} == {"0"}  # `lean` too, whose teacher has no room while it computes
+    if gib == 12:
+        assert answer.endswith("; 4 bits need bitsandbytes (pip install bitsandbytes)")
+        assert run(config, ["distill.teacher_load_in_4bit=true"], memory=gib) == 0
+
+
 def test_without_a_gpu_the_memory_has_to_be_said(tmp_path):
     with pytest.raises(UserError, match="--memory 24"):
         run(write_config(tmp_path, tmp_path), [], memory=None)
@@ -217,7 +237,9 @@ def test_a_reward_model_is_called_so(seven, capsys):
 
 def test_sequences_beyond_the_positions_of_the_model_do_not_fit(seven, capsys):
     assert run(str(seven), ["sequence_len=40000", "memory=lean"], memory=180) == 1
-    assert printed(capsys)[2].endswith("; but the model has only 32,768 positions for the 40,000 tokens")
+    assert printed(capsys)[2].endswith(
+        "; but the model has only 32,768 positions for the 40,000 tokens: set 'sequence_len: 32768' or less"
+    )
 
 
 def test_a_size_is_enough(capsys):
@@ -287,6 +309,15 @@ def test_the_experts_of_a_mixture_are_quantised_where_that_makes_it_fit(mixture,
     _, rows, answer = printed(capsys)
     assert len(rows) == 9
     assert "quantize_moe_experts" not in answer
+
+
+def test_a_mixture_in_8_bits_is_answered_with_keys_that_can_be_set(mixture, tmp_path, capsys):
+    config = write_config(tmp_path, mixture, rl=None, datasets=TEXTS, adapter="lora", load_in_8bit=True)
+    assert run(config, [], memory=24) == 1
+    said = "with 'load_in_4bit: true' in place of 'load_in_8bit' and 'quantize_moe_experts: true'"
+    assert f"Set 'adapter: qlora' {said}: about" in printed(capsys)[2]
+    keys = ["adapter=qlora", "load_in_4bit=true", "load_in_8bit=false", "quantize_moe_experts=true"]
+    assert run(config, keys, memory=24) == 0
 
 
 def test_rows_are_not_needed_nor_the_package_that_reads_them(tmp_path):

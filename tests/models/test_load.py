@@ -32,12 +32,14 @@ from upweight.log import _warned
 from upweight.models import load
 from upweight.models.load import (
     compute_dtype,
+    config_with_head,
     disable_dropout,
     dtype_of_weights,
     load_failures,
     load_model,
     load_model_config,
     master_dtype,
+    model_without_weights,
 )
 from upweight.models.precision import set_up_precision
 
@@ -396,6 +398,13 @@ def test_a_pickle_or_a_damaged_file_is_refused_and_nothing_of_it_runs(file, tmp_
     with pytest.raises(UserError, match=r"base_model: could not load the .*model'?: "):
         load_model(ModelSection(base_model=str(folder)), torch.float32)
     assert not ran.exists()
+
+
+def test_a_shape_without_the_head_that_is_trained_is_said_as_of_weights(tmp_path):
+    tiny("gemma3_text").config.save_pretrained(tmp_path)
+    section = ModelSection(base_model=str(tmp_path))
+    with pytest.raises(UserError, match=r"^base_model: could not load the shape of .* name another decoder"):
+        model_without_weights(section, "step_score", config_with_head(section, "step_score"))
 
 
 def test_a_type_that_transformers_does_not_know_is_said(tmp_path):

@@ -54,6 +54,13 @@ def test_a_constant_reward_that_reads_messages_rightly_is_not_accused():
     assert len(remarks([trial])) == 1
 
 
+def test_a_constant_that_float32_rounds_is_not_accused():
+    (trial,) = try_rewards(as_rewards(lambda completions: [0.3 for _ in completions]), as_messages(CALL))
+    assert trial.on_text == [0.3] * 6
+    (said,) = remarks([trial])
+    assert "gives 0.3 to every completion" in said
+
+
 def test_a_reward_that_fails_alike_on_texts_and_messages_is_not_accused():
     def infinite(completions):
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]

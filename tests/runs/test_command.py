@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -9,6 +11,7 @@ from upweight.doctor.run import check_run
 from upweight.runs.checkpoints import mark_whole
 from upweight.runs.command import resume_advice, resume_words, started_by, training_into
 from upweight.runs.record import recorded
+from upweight.runs.report.run import RunReader
 
 
 def test_the_command_has_the_overrides_as_a_shell_takes_them():
@@ -49,6 +52,21 @@ def test_the_record_keeps_it_without_credentials_and_doctor_says_it(tmp_path):
     command = json.loads((tmp_path / "run.json").read_text())["command"]
     assert command == "upweight train c.yaml 'hub_token=***' 'output_dir=my out' --resume"
     assert f"go on from step 3 with `{command}`" in check_run(tmp_path)[0].remedy
+
+
+def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies_now(tmp_path):
+    begun, copied = tmp_path / "out", tmp_path / "my copy"
+    typed = started_by(["c.yaml", "output_dir=out", "seed=1"], ["--tee", "3"])
+    with typed, suppress(KeyboardInterrupt), recorded(begun, {}, writes=True):
+        (begun / "checkpoint-3").mkdir()
+        (begun / "checkpoint-3" / "model.safetensors").write_bytes(b"x")
+        mark_whole(begun / "checkpoint-3")
+        raise KeyboardInterrupt
+    shutil.copytree(begun, copied)
+    assert "`upweight train c.yaml output_dir=out seed=1 --resume -- --tee 3`" in check_run(begun)[0].remedy
+    said = f"`upweight train c.yaml seed=1 'output_dir={copied.resolve()}' --resume -- --tee 3`"
+    assert said in check_run(copied)[0].remedy
+    assert said in RunReader(copied).read("copy")["advice"]
 
 
 def test_a_run_without_a_checkpoint_is_not_to_be_resumed(tmp_path):

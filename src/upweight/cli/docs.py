@@ -45,7 +45,7 @@ def docs(
     elif page is None:
         for name, file in pages.items():
             print(f"upweight docs {name:<18}{_title(file)}")
-    elif _name(page) not in pages and not did_you_mean(_name(page), pages) and (lines := _lines_with(pages, page)):
+    elif _is_phrase(page, pages) and (lines := _lines_with(pages, page)):
         print(f"no page is called '{page}'; these lines hold it:", *lines, sep="\n")
     else:
         text = _page(page, pages).read_text(encoding="utf-8")
@@ -86,8 +86,14 @@ def _name(page: str) -> str:
 def _spelt(page: str, pages: Iterable[str]) -> str:
     """Return the page that is meant where only the case differs or one page alone begins so."""
     name = _name(page).lower()
+    name = next((one for one in pages if one.replace("_", "-") == name.replace(" ", "-")), name)
     begin = [one for one in pages if one.lower().startswith(name)]
     return next((one for one in pages if one.lower() == name), begin[0] if len(begin) == 1 and len(name) > 3 else page)
+
+
+def _is_phrase(page: str, pages: Iterable[str]) -> bool:
+    """Return whether words are to be searched for: several that are no page, or one that is no slip for one."""
+    return _name(page) not in pages and (" " in page.strip() or not did_you_mean(_name(page), pages))
 
 
 def _page(name: str, pages: dict[str, Path]) -> Path:

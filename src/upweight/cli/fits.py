@@ -19,19 +19,21 @@ from upweight.config.sections.model import AdapterSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError, did_you_mean
 from upweight.methods import METHODS
-from upweight.models.memory import GIB, TrainedWeights, total_memory
+from upweight.models.memory import GIB, TrainedWeights, teacher_bytes, total_memory
 from upweight.models.memory_plan import MemoryPlan, ModelNeeds, plan_memory, row_tokens, trained_weights
 from upweight.user_modules import is_path
 
 TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
 PACKED = "qlora+experts"  # QLoRA with the experts of a mixture in 4 bits too
+FOUR_BITS = "'load_in_4bit: true'"
+BITSANDBYTES = "; 4 bits need bitsandbytes (pip install bitsandbytes)"
 MODES = ("fast", "balanced", "lean")
 HEADINGS = ("trained", "memory", "weights", "training", "activations", "sampler", "total", "fits", "longest")
 ADAPTER_KEYS = {
     "all": "no 'adapter'",
     "lora": "'adapter: lora'",
-    "qlora": "'adapter: qlora' with 'load_in_4bit: true'",
-    PACKED: "'adapter: qlora' with 'load_in_4bit: true' and 'quantize_moe_experts: true'",
+    "qlora": f"'adapter: qlora' with {FOUR_BITS}",
+    PACKED: f"'adapter: qlora' with {FOUR_BITS} and 'quantize_moe_experts: true'",
 }
 SMALLER = {"balanced": ("balanced", "fast", "lean"), "fast": ("fast", "lean"), "lean": ("lean",)}  # the fastest first
 MIXTURE = re.compile(r"\d+x\d+(\.\d+)?B|\dB-A\d+(\.\d+)?B", re.IGNORECASE)  # in the name of a mixture of experts
@@ -41,7 +43,8 @@ ASSUMED = "what is assumed of a model alone: LoRA, 'memory: balanced' unless it 
 # What else may make a config fit, tried where adapter and mode do not: words of the answer, section, values.
 OTHER_KEYS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("'gradient_checkpointing: true'", "optim", {"gradient_checkpointing": True}),
-    ("'load_in_4bit: true' in place of 'load_in_8bit'", "adapter", {"load_in_4bit": True, "load_in_8bit": False}),
+    ("'distill.teacher_load_in_4bit: true'", "teacher", {"load_in_4bit": True}),
+    (f"{FOUR_BITS} in place of 'load_in_8bit'", "adapter", {"load_in_4bit": True, "load_in_8bit": False}),
     ("'lora_r: 16'", "adapter", {"rank": 16}),
     ("no 'lora_modules_to_save'", "adapter", {"modules_to_save": None}),
 )
@@ -191,9 +194,11 @@ def report(
     about = ["; ".join(filter(None, [f"{what}{beside}", model.shape.stored.missing_packages()])), legend]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     too_long = model.shape.positions and length > model.shape.positions
-    bound = (
-        f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens" if too_long else ""
-    )
+    bound = ""
+    if model.shape.positions and too_long:
+        bound = f"; but the model has only {model.shape.positions:,} positions for the {length:,} tokens"
+        if (shorter := _shorter(config, model.shape.positions)) is not None:
+            bound += f": set {shorter} or less"
     return [*about, *table, answer(config, modes, plans, card, model) + bound], plans[configured].fits and not too_long
 
 
@@ -226,24 +231,26 @@ def answer(
         if plans[way].fits:
             total = plans[way].need.total / GIB
             is_new = way[0] in ("qlora", PACKED) and trained != "qlora"
-            package = "; 4 bits need bitsandbytes (pip install bitsandbytes)" if is_new else ""
-            changes = f"Set {_changes(configured, way, modes)}: about {total:.1f} GiB{package}"
+            package = BITSANDBYTES if is_new else ""
+            changes = f"Set {_changes(configured, way, modes[way[1]])}: about {total:.1f} GiB{package}"
             shorter = _same_weights_shorter(config, modes, plans) if way[0] != trained else ""
             return f"this config does not fit: {size}. {changes}{shorter}"
     others = list(_other_keys(modes, ways, card, model))
-    for key, way, plan in others:
+    for key, way, plan, changed in others:
         if plan.fits:
-            changes = _joined(key, _changes(configured, way, modes))
-            return f"this config does not fit: {size}. Set {changes}: about {plan.need.total / GIB:.1f} GiB"
+            changes = _joined(key, _changes(configured, way, changed))
+            package = BITSANDBYTES if "4bit" in changes and not config.adapter.load_in_8bit else ""
+            return f"this config does not fit: {size}. Set {changes}: about {plan.need.total / GIB:.1f} GiB{package}"
     best = max(ways, key=lambda way: plans[way].longest)
-    for key, way, plan in [
-        ("", best, plans[best]),
+    for key, way, plan, changed in [
+        ("", best, plans[best], modes[best[1]]),
         *sorted(others, key=lambda other: (" and " in other[0], -other[2].longest)),
     ]:
         if (shorter := _shorter(config, plan.longest)) is not None:
-            changes = _joined(shorter, key, _changes(configured, way, modes))
+            changes = _joined(shorter, key, _changes(configured, way, changed))
             return f"this config does not fit: {size}. Set {changes}; or 'fsdp: true' over more GPUs"
-    return f"this config does not fit: {size}. Take a smaller model, or 'fsdp: true' over more GPUs"
+    smaller = "a smaller teacher or one on a server ('distill.teacher: URL'), " if model.teachers else ""
+    return f"this config does not fit: {size}. Take {smaller}a smaller model, or 'fsdp: true' over more GPUs"
 
 
 def _joined(*changes: str) -> str:
@@ -257,7 +264,8 @@ def _same_weights_shorter(config: Config, modes: dict[str, Config], plans: dict[
     longest = plans[way].longest
     if longest * WORTHWHILE < row_tokens(config)[0] or (shorter := _shorter(config, longest)) is None:
         return ""
-    return f"; or train the same weights on shorter sequences: {_joined(shorter, _changes(configured, way, modes))}"
+    changes = _joined(shorter, _changes(configured, way, modes[way[1]]))
+    return f"; or train the same weights on shorter sequences: {changes}"
 
 
 def _shorter(config: Config, longest: int) -> str | None:
@@ -270,18 +278,37 @@ def _shorter(config: Config, longest: int) -> str | None:
 
 def _other_keys(
     modes: dict[str, Config], ways: list[Way], card: float, model: ModelNeeds
-) -> Iterator[tuple[str, Way, MemoryPlan]]:
-    """Yield keys beside adapter and mode that a config may change, each and then all, with each way and its plan."""
-    for keys in [*((one,) for one in OTHER_KEYS), OTHER_KEYS]:
+) -> Iterator[tuple[str, Way, MemoryPlan, Config]]:
+    """Yield keys beside adapter and mode that a config may change, each and then all, with each way, plan and config.
+
+    A teacher in 4 bits is named where that makes it smaller, and stays on the GPU.
+    """
+    teachers = _teachers_in_4_bits(modes["balanced"], model)
+    offered = [one for one in OTHER_KEYS if one[1] != "teacher" or teachers is not None]
+    for keys in [*([one] for one in offered), offered]:
         for kind, mode in ways:
-            changed = modes[mode]
+            changed, needs = modes[mode], model
             differing = [(key, section, names) for key, section, names in keys if _differs(changed, section, names)]
-            if kind in ("all", PACKED) or not differing or (keys is OTHER_KEYS and len(differing) == 1):
+            if kind in ("all", PACKED) or not differing or (keys is offered and len(differing) == 1):
                 continue
             for _, section, names in differing:
                 changed = replace(changed, **{section: getattr(changed, section).model_copy(update=names)})
+                if section == "teacher" and teachers is not None:
+                    needs = replace(model, teachers=teachers)
+                    stays = changed.optim.model_copy(update={"reference_offloading": False})
+                    changed = replace(changed, optim=stays)
             trained: TrainedWeights = "qlora" if kind == "qlora" or changed.adapter.load_in_4bit else "lora"
-            yield _joined(*(key for key, _, _ in differing)), (kind, mode), plan_memory(changed, card, trained, model)
+            plan = plan_memory(changed, card, trained, needs)
+            yield _joined(*(key for key, _, _ in differing)), (kind, mode), plan, changed
+
+
+def _teachers_in_4_bits(config: Config, model: ModelNeeds) -> float | None:
+    """Return the bytes of teachers whose weights are in 4 bits; None where that is not possible, or saves nothing."""
+    is_kept = config.sharding.fsdp or "reference_offloading" in config.set_keys  # which 4 bits do not go with
+    if not model.teachers or is_kept or config.teacher.load_in_4bit or config.teacher.load_in_8bit:
+        return None
+    smaller = teacher_bytes(replace(config, teacher=config.teacher.model_copy(update={"load_in_4bit": True})))
+    return smaller if smaller < 0.9 * model.teachers else None
 
 
 def _differs(config: Config, section: str, names: dict[str, object]) -> bool:
@@ -302,12 +329,14 @@ def _packed(config: Config) -> Config:
     return replace(config, adapter=config.adapter.model_copy(update=four_bits))
 
 
-def _changes(configured: Way, way: Way, modes: dict[str, Config]) -> str:
-    """Return the keys that lead from one way of training to another."""
+def _changes(configured: Way, way: Way, changed: Config) -> str:
+    """Return the keys that lead from one way of training to another; `changed`: the config in the mode of that way."""
     keys = [ADAPTER_KEYS[way[0]]] if way[0] != configured[0] else []
-    if way[0] == PACKED and modes[way[1]].adapter.load_in_4bit:
+    if way[0] == PACKED and changed.adapter.load_in_4bit:
         keys = ["'quantize_moe_experts: true'"]
+    elif way[0] == PACKED and changed.adapter.load_in_8bit:
+        keys = [ADAPTER_KEYS[PACKED].replace(FOUR_BITS, f"{FOUR_BITS} in place of 'load_in_8bit'")]
     if way[1] != configured[1]:
-        chosen = ", ".join(memory_settings(modes[way[1]]))
+        chosen = ", ".join(memory_settings(changed))
         keys.append(f"'memory: {way[1]}' (which sets {chosen})" if chosen else f"'memory: {way[1]}'")
     return " and ".join(keys)

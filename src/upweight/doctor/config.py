@@ -25,7 +25,7 @@ from upweight.log import counted
 from upweight.models.adapters.attach import lora_config
 from upweight.models.first_look import Stored, model_problems
 from upweight.models.load import load_failures, load_model_config
-from upweight.models.memory import GIB, Memory, empty_model
+from upweight.models.memory import GIB, Memory, empty_model, teacher_bytes
 from upweight.models.memory_plan import plan_memory, trained_weights
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
@@ -136,6 +136,11 @@ def _remedies(config: Config) -> str:
     }
     there["'memory: lean'"] = config.optim.memory == "lean"
     rest = [one for one in LESS_MEMORY.split("; ") if not any(is_set and key in one for key, is_set in there.items())]
+    if teacher_bytes(config):
+        quantised = config.teacher.load_in_4bit or config.teacher.load_in_8bit
+        rest.insert(
+            1, ("" if quantised else "'distill.teacher_load_in_4bit: true' or ") + "a smaller 'distill.teacher'"
+        )
     return "; ".join(rest)
 
 

@@ -13,7 +13,7 @@ from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.log import counted
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
-from upweight.runs.command import recorded_advice
+from upweight.runs.command import moved, recorded_advice
 from upweight.runs.files import (
     CONFIG,
     HEALTH,
@@ -47,7 +47,7 @@ def check_run(folder: Path) -> list[Finding]:
     is_stage = re.fullmatch(r"stage-\d+-.+", folder.name) is not None  # has its config before it begins
     if not any((folder / name).is_file() for name in (METRICS, RECORD, *((CONFIG,) if is_stage else ()))):
         raise UserError(no_run_in(folder))
-    rows, record = metrics_of(folder), read_json(folder / RECORD)
+    rows, record = metrics_of(folder), moved(read_json(folder / RECORD), folder)
     state = run_status(record, there=True, logged=True)["state"]
     checkpoints = [
         (step, path, damage(path))

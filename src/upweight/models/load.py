@@ -112,7 +112,9 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
         elif isinstance(error, UnpicklingError):
             remedy = "a file of it is a pickle that holds more than tensors, which is not opened: get it as safetensors"
         elif "Unrecognized configuration class" in text:
-            remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
+            remedy = (
+                "its type has no model with the head that is trained: name another decoder, such as a Llama or Qwen"
+            )
         elif "does not recognize this architecture" in text:
             remedy = f"transformers {transformers.__version__} does not know its type; a later version may"
         elif Path(source).is_dir():
@@ -345,8 +347,8 @@ def model_class(section: ModelSection, head: Head, config: PreTrainedConfig | No
 
 def model_without_weights(section: ModelSection, head: Head, config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model with weights that have a shape and no values."""
-    chosen = model_class(section, head, config)
-    with torch.device("meta"):  # a class that `model_type` names has no `from_config`, as only AutoModel... has it
+    chosen = model_class(section, head, config)  # AutoModel..., or one that `model_type` names: without `from_config`
+    with load_failures("base_model", section.base_model or "", "shape"), torch.device("meta"):
         return chosen._from_config(config) if issubclass(chosen, PreTrainedModel) else chosen.from_config(config)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -104,17 +105,19 @@ def plan_memory(
     on_gpu = card is not None or torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     width = compute_dtype(config.model, device).itemsize / HALF_BYTES if card is None else 1.0
-    need = estimate(
+    counted = partial(
+        estimate,
         shape,
         trained,
         config.adapter,
         optimizer=config.optim.optimizer,
         reference=keeps_start(config),
-        tokens=-(-length * sequences // sharing),
         savings=savings,
         teachers=model.teachers,
         number_bytes=HALF_BYTES * width,
     )
+    need = counted(tokens=-(-length * sequences // sharing))
+    passing = counted(tokens=0).activations  # of a reference or teachers in host memory, while they compute
     if card is None:
         card = float(total_memory(device) if on_gpu else free_memory(device))
         shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
@@ -124,6 +127,8 @@ def plan_memory(
     held = _sampler_need(config, shape, width, available - fixed, card)
     need = Memory(need.weights, need.training, need.activations, held)
     most = longest(shape, need, available, savings=savings, sequences=sequences) * sharing
+    if passing > available - fixed - held:  # no sequence is short enough
+        most = 0
     most = min(int(most / width), shape.positions or sys.maxsize)
     return MemoryPlan(need, available, "the GPU" if on_gpu else "this machine", most)
 

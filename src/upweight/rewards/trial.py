@@ -20,6 +20,7 @@ from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import MAX_REWARD, Scorer
 
 SLOW_SECONDS = 10.0  # seconds of one call above which a remark is made
+ROUNDING = 1e-6  # of float32, relative
 SPREAD_RATIO = 20.0  # ratio of two rewards' spreads above which a remark is made
 
 
@@ -129,7 +130,7 @@ def _remarks_on(trial: Trial) -> list[str]:
         return [*problems, "applies to none of the completions (None throughout)"]
     if len(set(known)) == 1:
         problems.append(f"gives {known[0]:g} to every completion: it cannot separate them and has no effect")
-        if trial.on_text is not None and trial.on_text != trial.scores:
+        if trial.on_text is not None and not _are_alike(trial.on_text, trial.scores):
             problems.append(f"gives other values for plain text: it seems to measure the message list. {IN_MESSAGES}")
     elif all(_is_flat(trial.scores[a:b]) for a, b in trial.groups) and any(b - a > 1 for a, b in trial.groups):
         why = "advantages compare completions of the same prompt"
@@ -149,6 +150,14 @@ def _remark_on_scales(trials: Sequence[Trial], weights: Sequence[float]) -> str 
         return None
     varies = f"reward '{moving[-1][1]}' varies {times:.0f} times as much as '{moving[0][1]}', which will hardly count"
     return f"{varies}: set trl.reward_weights, or use `rl: gdpo`, which scales each reward by itself"
+
+
+def _are_alike(some: Sequence[Value], others: Sequence[Value]) -> bool:
+    """Return whether values are the same but for the rounding of scores, which are kept in float32."""
+    return all(
+        one is other if one is None or other is None else math.isclose(one, other, rel_tol=ROUNDING)
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _is_flat(scores: Sequence[Value]) -> bool:

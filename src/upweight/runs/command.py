@@ -1,6 +1,7 @@
 """The command line that continues a run, for messages and the record of the run."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,17 @@ def recorded_advice(record: Mapping[str, Any], whole: int | None, *, trained: bo
     if trained or whole:
         return resume_from(whole, command)
     return f"start again with {command.replace(f' {OPTION}', '')}" if "upweight train" in command else "start again"
+
+
+def moved(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the record of a run with a command that continues it where it lies now, also moved or copied."""
+    begun, command = record.get("folder"), record.get("command")
+    if begun is None or not command or Path(begun) == folder.resolve():
+        return dict(record)
+    words = list(_without(shlex.split(command), ("output_dir",)))
+    place = words.index(OPTION) if OPTION in words else len(words)
+    of_all = folder.parent if re.fullmatch(r"stage-\d+-.+", folder.name) else folder
+    return {**record, "command": shlex.join([*words[:place], f"output_dir={of_all.resolve()}", *words[place:]])}
 
 
 def recorded_command() -> str | None:

@@ -93,6 +93,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
     folder.mkdir(parents=True, exist_ok=True)
     process = {"pid": os.getpid(), "begun": start_ticks(os.getpid()), "machine": this_machine()}
     record = {"state": "running", "started": time.time(), **process, "command": recorded_command(), **about}
+    record["folder"] = str(folder.resolve())
     write_text(folder / RECORD, json.dumps(record))
     end: dict[str, Any] = {"state": "done"}
     reason = None

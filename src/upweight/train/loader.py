@@ -143,8 +143,3 @@ def restore_feed(feed: RowFeed, checkpoint: Path) -> None:
         problem = f"was written with {len(state['sources'])} datasets, and there are {len(feed.sources)} now"
         raise UserError(f"resume_from_checkpoint: {checkpoint} {problem}. Restore `datasets`, or begin a new run.")
     feed.restore(state)
-
-
-def map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the rows, or to each of several named sets."""
-    return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)

@@ -34,22 +34,14 @@ from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
-from upweight.train.loader import (
-    FeedLoader,
-    StepBatchSampler,
-    is_prepared,
-    map_sets,
-    require_prepared,
-    restore_feed,
-    step_loader,
-)
+from upweight.train.loader import FeedLoader, StepBatchSampler, is_prepared, require_prepared, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.callbacks import EvaluationLeft
 from upweight.train.recording.hub import pushing, write_card
 from upweight.train.recording.metrics import loss_without_steps
 from upweight.train.recording.run_folder import require_same_data
-from upweight.train.reference import SyncReference, with_first_reference, with_reference
+from upweight.train.reference import SyncReference, map_sets, with_first_reference, with_reference
 from upweight.train.step import StepRunner
 from upweight.train.user_code import UserCallback, refuse_unused_hooks
 from upweight.user_modules import from_users_code, named_errors

@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainerState
 from upweight.errors import UserError
 from upweight.log import logger, set_up_logging
 from upweight.runs.checkpoints import WHOLE
+from upweight.runs.command import training_into
 from upweight.train.recording.callbacks import Progress, StopOnNan, StopOnSignal, duration
 
 
@@ -77,6 +78,16 @@ def test_in_a_notebook_an_interrupt_ends_the_cell_and_keeps_the_process(monkeypa
     with pytest.raises(KeyboardInterrupt):  # a second one ends the step, not the process
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_signal_promises_no_checkpoint_that_is_not_there(monkeypatch, tmp_path, caplog):
+    stop = StopOnSignal()
+    stop.caught = signal.SIGTERM
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "raise_signal", lambda _: None)
+    with training_into(tmp_path):
+        stop._on_signal(signal.SIGTERM, None)
+    assert caplog.messages[0].startswith("ended at once, without saving; start again: there is no whole checkpoint")
 
 
 def test_a_script_that_is_stopped_says_how_a_script_goes_on(caplog):

@@ -11,7 +11,7 @@ import yaml
 from upweight.log import counted
 from upweight.processes import is_alive
 from upweight.runs.checkpoints import marked_checkpoints, newest_marked
-from upweight.runs.command import recorded_advice
+from upweight.runs.command import moved, recorded_advice
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
 from upweight.runs.health import outdated, too_early
 from upweight.runs.remedies import as_typed
@@ -94,7 +94,7 @@ class RunReader:
         """Return how a run goes on that ended before its last step, unless the message about its end says so."""
         if status["state"] not in ("failed", "killed", "stopped"):
             return ""
-        advice = recorded_advice(record, newest_marked(self.folder), trained=trained)
+        advice = recorded_advice(moved(record, self.folder), newest_marked(self.folder), trained=trained)
         return "" if advice in (status["message"] or "") else plain(advice, 2000)
 
     def _verdicts(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from upweight.files import write_text
 from upweight.log import clear_status, in_parts, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole, newest_marked
-from upweight.runs.command import OPTION, resume_from, resume_words
+from upweight.runs.command import OPTION, resume_advice, resume_from, resume_words
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health, Verdict
 from upweight.runs.report.reading import columns
@@ -126,7 +126,8 @@ class StopOnSignal(TrainerCallback):
             self.restore()
             raise KeyboardInterrupt
         if self.caught:
-            logger.warning("ended at once, without saving; continue with %s", resume_words())
+            advice = resume_advice().replace(OPTION, RESUME) if resume_words() == OPTION else resume_advice()
+            logger.warning("ended at once, without saving; %s", advice)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.caught = number
