@@ -155,7 +155,7 @@ def test_values_with_commas_are_named_with_semicolons(go, tmp_path):
     text = "Kunde;Wir;Urteil\n" + "".join(";".join(row) + "\n" for row in rows)
     named = "prompt=Kunde,completion=Wir,label=Urteil"
     problem = go("mine.csv", text, method="kto", columns=named)
-    assert asked(problem, "--values") == "2,5=?;4,5=?;3,5=?"
+    assert asked(problem, "--values") == "2,5=?;3,5=?;4,5=?"
     assert go("mine.csv", text, method="kto", columns=named, values="2,5=false;4,5=true") is None
     assert [row["label"] for row in rows_read(tmp_path)] == [False, True] * 4
 

@@ -18,14 +18,7 @@ from upweight.cli.starter.ending import write
 from upweight.cli.starter.excel import refuse_export
 from upweight.cli.starter.filters import is_complete, leave_out_empty, repeated_notes
 from upweight.cli.starter.memory import choose_memory, choose_memory_unread
-from upweight.cli.starter.plan import (
-    KINDS,
-    READ,
-    Plan,
-    content,
-    mapped_columns,
-    prompt_column,
-)
+from upweight.cli.starter.plan import KINDS, READ, Plan, content, mapped_columns, prompt_column
 from upweight.cli.starter.table import ALIASES, PREFERENCE, Preference, Table, read_columns
 from upweight.cli.starter.unrecognised import UnknownColumns, unrecognised
 from upweight.data.columns import ROLES, misses_columns
