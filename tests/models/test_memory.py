@@ -106,6 +106,17 @@ def test_peaks_of_7b_are_met_within_a_twentieth(seven, trained, savings, tokens,
     assert right.total / GIB == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(("tokens", "measured"), [(2048, 6.758), (4480, 10.384), (6912, 13.897), (8192, 15.977)])
+def test_peaks_with_gated_blocks_as_one_node_are_met_within_a_twentieth(qwen, tokens, measured):
+    right = need(qwen.with_block_nodes(), "lora", optimizer="adamw_torch", tokens=tokens, savings=Savings())
+    assert right.total / GIB == pytest.approx(measured, rel=0.05)
+
+
+def test_the_peak_of_7b_with_gated_blocks_as_one_node_is_met_within_a_twentieth(seven):
+    right = need(seven.with_block_nodes(), "lora", optimizer="adamw_torch", tokens=2048, savings=Savings())
+    assert right.total / GIB == pytest.approx(21.892, rel=0.05)
+
+
 def test_float32_doubles_only_the_weights_that_are_not_quantised(seven):
     packed = AdapterSection(load_in_4bit=True)
     half, single = weight_bytes(seven, packed), weight_bytes(seven, packed, 4)
