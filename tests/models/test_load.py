@@ -32,12 +32,14 @@ from upweight.log import _warned
 from upweight.models import load
 from upweight.models.load import (
     compute_dtype,
+    config_with_head,
     disable_dropout,
     dtype_of_weights,
     load_failures,
     load_model,
     load_model_config,
     master_dtype,
+    model_without_weights,
 )
 from upweight.models.precision import set_up_precision
 
