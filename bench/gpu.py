@@ -28,7 +28,7 @@ def step(case: str) -> Iterator[dict[str, Any]]:
 def whole(case: str) -> Iterator[dict[str, Any]]:
     """A whole GRPO step, sampling included; unsettled, since a turn of the peer takes 19 s, and the first step after a
     rest costs little beside it."""
-    return measure(case, ("lora",), 2, DTYPES, settle=False)
+    return measure(case, ("lora",), 2, DTYPES, settle=0)
 
 
 def generate(sequences: str) -> Iterator[dict[str, Any]]:

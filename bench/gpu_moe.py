@@ -73,7 +73,8 @@ def work_of(options: argparse.Namespace) -> dict[str, Any]:
 def train(name: str, options: argparse.Namespace) -> None:
     """Print the line of a training case."""
     case, what = TRAINING[name]
-    for line in measure(case, [what], options.steps, options.peer or ["bfloat16"], **work_of(options)):
+    # Gradients of many gigabytes: in the first steps the memory that a side gave back is allocated anew.
+    for line in measure(case, [what], options.steps, options.peer or ["bfloat16"], settle=3, **work_of(options)):
         print(json.dumps(line | {"name": f"gpu_moe_{case}", "layers": options.layers}), flush=True)
 
 

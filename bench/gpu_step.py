@@ -119,7 +119,7 @@ class Side:
         self._process.wait()
 
 
-def in_turn(sides: dict[str, Side], steps: int, settle: bool = True) -> dict[str, Any]:
+def in_turn(sides: dict[str, Side], steps: int, settle: int = 1) -> dict[str, Any]:
     """Medians of each side's steps. All load at the same time, and make a first step that does not count; then one
     works while the others wait and leave it the GPU's memory."""
     warm_up(sides)
@@ -133,13 +133,13 @@ def warm_up(sides: dict[str, Side]) -> None:
         _steps_of(side, (False,))
 
 
-def measured_in_turn(sides: dict[str, Side], steps: int, settle: bool) -> dict[str, Any]:
-    """Medians of so many steps of each side; to `settle`, before a step that counts it makes one that does not."""
+def measured_in_turn(sides: dict[str, Side], steps: int, settle: int) -> dict[str, Any]:
+    """Medians of so many steps of each side; to `settle`, before one that counts it makes some that do not."""
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(1, 1 + steps):
         for name, side in sides.items():
             _log_turn(turn, name)
-            answers[name] += _steps_of(side, (False, True) if settle else (True,))
+            answers[name] += _steps_of(side, (*[False] * settle, True))
     line: dict[str, Any] = {}
     for name, side in sides.items():
         measured = {"error": side.error} if side.error is not None else {
@@ -166,7 +166,7 @@ def _steps_of(side: Side, counted: Sequence[bool]) -> list[dict[str, float]]:
 
 
 def measure(
-    case: str, trained: Sequence[str], steps: int, peers: Sequence[str], settle: bool = True, **work: Any
+    case: str, trained: Sequence[str], steps: int, peers: Sequence[str], settle: int = 1, **work: Any
 ) -> Iterator[dict[str, Any]]:
     """Our step and TRL's with weights in each of the dtypes `peers`, by turns, on the same tokens; a line for each
     of `trained`, "lora" or "full"."""

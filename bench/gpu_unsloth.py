@@ -88,12 +88,14 @@ def save_model(size: str, folder: Path) -> None:
 
 
 def sides_of(work: dict[str, Any], modes: Sequence[str], python: str | None, folder: Path) -> dict[str, Side]:
-    """The processes of a case: ours in each mode, and Unsloth's where there is one."""
+    """The processes of a case: ours in each mode (`lean`, or `lean_4096` with a token budget), and Unsloth's if any."""
     sides: dict[str, Side] = {}
     for name in (*modes, *(["unsloth"] if python else [])):
         here = folder / name
         here.mkdir(parents=True)
-        (here / "work.json").write_text(json.dumps(work | {"memory": name}))
+        memory, _, budget = name.partition("_")
+        chosen = {"memory": memory} | ({"token_budget": int(budget)} if budget else {})
+        (here / "work.json").write_text(json.dumps(work | chosen))
         theirs = [python, ROOT / "bench" / "peers" / "unsloth_gpu_step.py", here]
         ours = [sys.executable, "-m", "bench.gpu_ours", here]
         sides[name] = Side(theirs if name == "unsloth" else ours, here / "log")
@@ -106,14 +108,13 @@ def measure(
     """A line a case: our step in each mode and Unsloth's, by turns; only ours where it is not installed.
 
     The processes of all cases load at the same time."""
-    python, modes = unsloth_python(), options.mode or MODES
+    python, modes = unsloth_python(), list(options.mode or MODES)
+    modes += [f"{mode}_{budget}" for mode in modes for budget in options.budget or ()]
     sides: dict[str, dict[str, Side]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         try:
             for case in cases:
                 work = work_of(case, size, quantised=quantised) | {"model": str(model)}
-                if options.budget is not None:
-                    work["token_budget"] = options.budget
                 sides[case] = sides_of(work, modes, python, Path(temporary) / case)
             for of_case in sides.values():
                 warm_up(of_case)
@@ -121,7 +122,7 @@ def measure(
                 line: dict[str, Any] = {"name": f"unsloth_{case}", "size": size}
                 line |= {"adapter": "qlora" if quantised else "lora"} | ({} if python else {"unsloth": MISSING})
                 line |= tokens_of(work_of(case, size, quantised=quantised))
-                yield line | compared(measured_in_turn(of_case, options.steps, settle=True), modes)
+                yield line | compared(measured_in_turn(of_case, options.steps, settle=1), modes)
                 for side in of_case.values():
                     side.end()
         finally:
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SHAPES), action="append", help="of the model (default: both)")
     parser.add_argument("--adapter", choices=["lora", "qlora"], action="append", help="(default: both)")
     parser.add_argument("--mode", choices=MODES, action="append", help="of `memory` (default: all)")
-    parser.add_argument("--budget", type=int, help="`token_budget` of ours (default: what the mode chooses)")
+    parser.add_argument("--budget", type=int, action="append", help="measure each mode with this `token_budget` too")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", action="store_true", help="only count the tokens of each case, without a GPU")
     options = parser.parse_args()

@@ -39,7 +39,7 @@ def measure(case: str, train: str, options: argparse.Namespace) -> dict[str, Any
                 command = [options.peer_python, script, folder, name.removeprefix("trl_")]
             sides[name] = Side([*command, threads], folder / "log")
         try:
-            line = in_turn(sides, options.steps, settle=case != "vlm_grpo_whole")
+            line = in_turn(sides, options.steps, settle=int(case != "vlm_grpo_whole"))
         finally:
             for side in sides.values():
                 side.end()

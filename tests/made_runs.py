@@ -165,7 +165,7 @@ def write_config(folder: Path, model: Path, **keys) -> Path:
     rows = write_pairs(folder / "pairs.jsonl", keys.pop("rows", 22))
     content = {
         "base_model": str(model), "rl": "dpo", "datasets": [{"path": str(rows), "type": "chatml.intel"}],
-        "learning_rate": 1e-3, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2,
+        "learning_rate": 9e-4, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2,
         "logging_steps": 1, "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"),
         **keys,
     }  # fmt: skip
@@ -182,7 +182,7 @@ def write_online(folder: Path, model: Path, *, rewards: list[str] | None = None,
     (folder / f"{module}.py").write_text(VOWELS)
     content = {
         "base_model": str(model), "rl": "grpo", "datasets": [{"path": str(folder / "prompts.jsonl")}],
-        "chat_template": "chatml", "learning_rate": 1e-3, "micro_batch_size": 8, "max_steps": 2, "logging_steps": 1,
+        "chat_template": "chatml", "learning_rate": 9e-4, "micro_batch_size": 8, "max_steps": 2, "logging_steps": 1,
         "trl": {"num_generations": 4, "max_completion_length": 6, "reward_funcs": rewards or [f"{module}.vowels"]},
         "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"), **keys,
     }  # fmt: skip

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from upweight.errors import UserError, did_you_mean
@@ -325,9 +325,23 @@ def location(frames: list[tuple[str, int]]) -> str:
     """Return the innermost frame of the user's code as ` (file, line n)`; frames begin with the outermost."""
     foreign = [frame for frame in frames if frame[0].startswith(CELL) or not frame[0].startswith(("<", OURS))]
     foreign = [frame for frame in foreign if is_installed(frame[0]) or not frame[0].startswith(STANDARD_LIBRARY)]
-    users = [frame for frame in foreign if not is_installed(frame[0])]
+    users = [frame for frame in frames if _is_users(frame[0])]
     file, line = (users or foreign or [("", 0)])[-1]
     return _place(file, line) if file else ""
+
+
+def from_users_code(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from its first frame of the user's code on; all of it where there is none."""
+    inner = trace
+    while inner is not None and not _is_users(inner.tb_frame.f_code.co_filename):
+        inner = inner.tb_next
+    return inner or trace
+
+
+def _is_users(file: str) -> bool:
+    """Whether a frame's file is neither ours, nor Python's, nor of an installed package."""
+    is_ours = file.startswith(("<", OURS)) and not file.startswith(CELL)
+    return not is_ours and not file.startswith(STANDARD_LIBRARY) and not is_installed(file)
 
 
 def _place(file: str, line: int) -> str:

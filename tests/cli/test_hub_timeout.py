@@ -1,6 +1,7 @@
-"""What commands read has `hub_timeout` in force for every request to the hub."""
+"""What commands read has `hub_timeout` in force for every request to the hub; a hub out of reach is told of once."""
 
 import socket
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, get_session, set_client_factory
@@ -11,6 +12,8 @@ from made_runs import write_config, write_model
 from upweight.cli.app import app
 from upweight.cli.fits import run as fits
 from upweight.cli.inputs import find_trained, load_with_notices
+from upweight.cli.starter.new import new
+from upweight.models import hub
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +85,18 @@ def by_folder_of_weights(file):
 def test_every_command_has_the_limit(read, tmp_path):
     read(write_config(tmp_path, write_model(tmp_path / "model"), hub_timeout=3))
     assert asked() == {3}
+
+
+def test_new_tells_of_a_hub_out_of_reach_once_with_the_model(tmp_path, monkeypatch, capsys, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_text("prompt,chosen,rejected\nWhy?,So.,No.\n")
+    hub._problem.cache_clear()
+    new(Path("mine.csv"), model="nobody/nothing", yes=True)
+    hub._problem.cache_clear()
+    assert "reached" not in caplog.text
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "reached" in line]
+    assert told.startswith("base_model: could not load the tokenizer of 'nobody/nothing'")
+    assert f"the hub is not asked ({constants.ENDPOINT} cannot be reached: " in told

@@ -73,6 +73,24 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({"datasets": [{"path": "x", "typ": "alpaca"}, {"path": ""}]},
+         ["datasets[0].typ: unknown key. Did you mean 'type'?", "datasets[1].path: is empty. Name a path, or drop"]),
+        ({"rl": "grpo", "trl": {"reward_func": ["length"]}, "batch_size": 7, "micro_batch_size": 2},
+         ["trl.reward_func: unknown key. Did you mean 'reward_funcs'?", "batch_size: 7 is not a multiple of micro_"]),
+        ({"rl": "ebft", "ebfd": {"mode": "structured"}}, ["ebfd: unknown key. Did you mean 'ebft'?"]),
+        ({"rll": "dpo", "rl_beta": 0.1}, ["rll: unknown key. Did you mean 'rl'?"]),
+        ({"val_set_sizes": 2, "load_best_model_at_end": True, "save_strategy": "best"}, ["val_set_sizes: unknown"]),
+    ],
+)  # fmt: skip
+def test_rules_are_tried_beside_unknown_keys_and_accuse_no_key_that_was_likely_meant(keys, found):
+    errors = errors_of({**WHOLE, "datasets": [{"path": "x"}], **keys})
+    assert len(errors) == len(found)
+    assert all(error.startswith(one) for error, one in zip(errors, found, strict=True))
+
+
 def test_resuming_from_the_last_checkpoint_may_be_written_as_for_transformers():
     config = parse({"resume_from_checkpoint": True}, fragment=True)
     assert config.run.auto_resume

@@ -37,9 +37,9 @@ def unreachable(monkeypatch, tmp_path):
     set_client_factory(_http.default_client_factory)
     asked = []
     get_session().event_hooks["request"].append(lambda request: asked.append(str(request.url)))
-    hub._answers.cache_clear()
+    hub._problem.cache_clear()
     yield asked
-    hub._answers.cache_clear()
+    hub._problem.cache_clear()
     set_client_factory(_http.default_client_factory)
 
 
@@ -48,7 +48,7 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_line(unreachable, capl
     for _ in range(2):
         with pytest.raises(
             UserError,
-            match=r"not on this machine, and the hub is not asked .*reached\). No other model is here .* below .*: get",
+            match=r"not on this machine, and the hub is not asked .*reached: .*\). No other model is here .*: get",
         ) as raised:
             load_tokenizer(ModelSection(base_model=NAME))
         assert "\n" not in str(raised.value)

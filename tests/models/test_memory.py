@@ -12,6 +12,7 @@ from upweight.models.memory import (
     Savings,
     TokenBytes,
     adapter_parameters,
+    adapts_blocks,
     estimate,
     free_memory,
     longest,
@@ -79,7 +80,10 @@ def seven(tmp_path_factory):
     ],
 )
 def test_peaks_of_1_5b_are_met_within_a_twentieth(qwen, trained, savings, tokens, measured):
-    """One H200, GRPO steps with AdamW on one row of so many tokens: GiB that `python -m bench.gpu_memory` measured."""
+    """One H200, GRPO steps with AdamW on one row of so many tokens: GiB that `python -m bench.gpu_memory` measured.
+
+    Before gated blocks with adapters were one node (`with_block_nodes`), as in the other tests of measured peaks.
+    """
     right = need(qwen, trained, optimizer="adamw_torch", tokens=tokens, savings=savings)
     assert right.total / GIB == pytest.approx(measured, rel=0.05)
 
@@ -123,6 +127,38 @@ def test_a_gate_of_layers_in_8_bits_keeps_one_product_more(qwen):
     )
     assert one == 10_240 * 28 * 8960 * 2
     assert need(qwen.quantised(), "qlora").activations == need(qwen, "qlora").activations
+
+
+def test_blocks_of_one_node_keep_one_tensor_less(qwen):
+    nodes = qwen.with_block_nodes()
+    assert qwen.token.saved(Savings()) - nodes.token.saved(Savings()) == 28 * 8960 * 2
+    assert qwen.token.peak(Savings()) - nodes.token.peak(Savings()) == 27 * 8960 * 2  # one layer's is as measured
+    assert need(nodes, "lora").activations == need(qwen, "lora").activations
+    assert nodes.with_block_nodes() == nodes
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "product"), [("llama", {}, True), ("llama", {"mlp_bias": True}, False), ("phi3", {}, False)]
+)
+def test_blocks_that_cannot_be_one_node_are_counted_as_before(kind, changes, product, tmp_path):
+    tiny(kind, **changes).save_pretrained(tmp_path)
+    assert bool(shape_of(ModelSection(base_model=str(tmp_path)), "tokens").token.product) == product
+
+
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        ({"target_linear": True}, True),
+        ({"targets": ["gate_proj", "mlp.up_proj", "down_proj"]}, True),
+        ({"targets": ["q_proj", "down_proj"]}, False),
+        ({"targets": ".*proj"}, False),
+        ({"target_parameters": "experts.down_proj"}, False),
+        ({"target_linear": True, "dropout": 0.1}, False),
+        ({"target_linear": True, "load_in_8bit": True}, False),
+    ],
+)
+def test_adapters_on_all_of_a_gated_block(options, right):
+    assert adapts_blocks(AdapterSection(kind="lora", **options)) == right
 
 
 def test_sizes_are_counted_on_the_model(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from contextlib import suppress
 
 import pytest
 
@@ -55,11 +56,11 @@ def test_the_record_keeps_it_without_credentials_and_doctor_says_it(tmp_path):
 
 def test_a_run_that_was_moved_or_copied_goes_on_where_it_lies_now(tmp_path):
     begun, copied = tmp_path / "out", tmp_path / "my copy"
-    (begun / "checkpoint-3").mkdir(parents=True)
-    (begun / "checkpoint-3" / "model.safetensors").write_bytes(b"x")
-    mark_whole(begun / "checkpoint-3")
-    given = ["c.yaml", "output_dir=out", "seed=1"]
-    with started_by(given, ["--tee", "3"]), pytest.raises(KeyboardInterrupt), recorded(begun, {}, writes=True):
+    typed = started_by(["c.yaml", "output_dir=out", "seed=1"], ["--tee", "3"])
+    with typed, suppress(KeyboardInterrupt), recorded(begun, {}, writes=True):
+        (begun / "checkpoint-3").mkdir()
+        (begun / "checkpoint-3" / "model.safetensors").write_bytes(b"x")
+        mark_whole(begun / "checkpoint-3")
         raise KeyboardInterrupt
     shutil.copytree(begun, copied)
     assert "`upweight train c.yaml output_dir=out seed=1 --resume -- --tee 3`" in check_run(begun)[0].remedy

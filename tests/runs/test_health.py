@@ -4,6 +4,7 @@ import json
 import logging
 import random
 import re
+from pathlib import Path
 
 import pytest
 from transformers import TrainerControl, TrainerState
@@ -13,6 +14,7 @@ from slow_cases import slow_except
 from upweight import GRPOConfig
 from upweight.config.config import general_keys, method_keys
 from upweight.doctor.run import check_run
+from upweight.runs import health
 from upweight.runs.files import HEALTH, METRICS, RECORD
 from upweight.runs.health import REPEAT_AFTER, RULES, Health, outdated, too_early, verdicts
 from upweight.train.api.as_config import error_translator
@@ -262,3 +264,8 @@ def test_pairs_of_one_answer_twice_are_not_the_wrong_way_round():
     """Ties count as no accuracy, and their margins are 0."""
     ties = {"rewards/accuracies": 0.02, "rewards/margins": 0.0}
     assert "wrong way round" not in [verdict.name for verdict in verdicts(run_of(PAIRS, ties))]
+
+
+def test_rules_of_one_verdict_have_its_remedy_written_once():
+    text = " ".join(Path(health.__file__).with_name("health_rules.yaml").read_text().split())
+    assert {rule.name: text.count(rule.remedy) for rule in RULES if text.count(rule.remedy) != 1} == {}

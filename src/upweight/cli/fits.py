@@ -48,6 +48,7 @@ OTHER_KEYS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("'lora_r: 16'", "adapter", {"rank": 16}),
     ("no 'lora_modules_to_save'", "adapter", {"modules_to_save": None}),
 )
+WORTHWHILE = 8  # the part of a config's length below which no shorter one is proposed beside other keys
 Way = tuple[str, str]  # which weights, in which mode
 # Shapes by size, for those who ask before they have a model, or without a network.
 SHAPE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -232,7 +233,8 @@ def answer(
             is_new = way[0] in ("qlora", PACKED) and trained != "qlora"
             package = BITSANDBYTES if is_new else ""
             changes = f"Set {_changes(configured, way, modes[way[1]])}: about {total:.1f} GiB{package}"
-            return f"this config does not fit: {size}. {changes}"
+            shorter = _same_weights_shorter(config, modes, plans) if way[0] != trained else ""
+            return f"this config does not fit: {size}. {changes}{shorter}"
     others = list(_other_keys(modes, ways, card, model))
     for key, way, plan, changed in others:
         if plan.fits:
@@ -253,6 +255,17 @@ def answer(
 
 def _joined(*changes: str) -> str:
     return " and ".join(filter(None, changes))
+
+
+def _same_weights_shorter(config: Config, modes: dict[str, Config], plans: dict[Way, MemoryPlan]) -> str:
+    """Return the length with which a config trains the weights that it names; nothing where too little is left."""
+    trained, mode = configured = trained_weights(config), config.optim.memory
+    way = max(((trained, one) for one in SMALLER[mode]), key=lambda one: plans[one].longest)
+    longest = plans[way].longest
+    if longest * WORTHWHILE < row_tokens(config)[0] or (shorter := _shorter(config, longest)) is None:
+        return ""
+    changes = _joined(shorter, _changes(configured, way, modes[way[1]]))
+    return f"; or train the same weights on shorter sequences: {changes}"
 
 
 def _shorter(config: Config, longest: int) -> str | None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from upweight.config.peers import method_advice
-from upweight.errors import did_you_mean
+from upweight.errors import closest, did_you_mean
 from upweight.methods.users.function import UserFunction
 from upweight.settings import UserPath, branches, literals
 
@@ -107,6 +107,20 @@ def _unknown_key(key: str, parents: list[Any]) -> str:
         return "unknown key. What separates the cells of a CSV is read from its first line; leave the key out."
     home = next((name for name, field in known.items() if key in dict(_fields_inside(field.annotation))), None)
     return f"unknown key.{did_you_mean(key, known)}" if home is None else f"belongs under '{home}'"
+
+
+def rename_unknown(values: dict[str, Any], path: Path, model: type[BaseModel]) -> Path | None:
+    """Give an unknown key of a nested mapping the name that was likely meant; return its path, None for other keys."""
+    inside: Any = values
+    for part in path[:-1]:
+        inside = inside[part]
+    known = {name for parent in annotations_at(model, path[:-1]) for name, _ in _fields_inside(parent)}
+    if len(path) < 2 or not isinstance(inside, dict) or path[-1] in known or path[-1] not in inside:
+        return None
+    near, value = closest(str(path[-1]), known), inside.pop(path[-1])
+    if near is not None:
+        inside.setdefault(near, value)
+    return (*path[:-1], near or path[-1])
 
 
 def brief(value: Any) -> str:

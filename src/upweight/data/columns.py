@@ -36,8 +36,20 @@ ANSWERED = (
 NAMES = {  # words in the names of columns, the likeliest first
     "prompt": ASKED,
     "instruction": ("instruction", *ASKED),
-    "chosen": ("chosen", "better", "good", "preferred", "accepted", "winner", "winning", "best", "positive", "liked"),
-    "rejected": ("rejected", "worse", "bad", "dispreferred", "declined", "loser", "losing", "worst", "negative"),
+    "chosen": (
+        "chosen",
+        "better",
+        "good",
+        "preferred",
+        "accepted",
+        "winner",
+        "winning",
+        "best",
+        "positive",
+        "liked",
+        "pos",
+    ),
+    "rejected": ("rejected", "worse", "bad", "dispreferred", "declined", "loser", "losing", "worst", "negative", "neg"),
     "completion": ANSWERED,
     "output": ("output", *ANSWERED),
     "label": (
@@ -68,21 +80,32 @@ FOREIGN = {
     "expected": "erwartet attendu attendue esperado esperada atteso attesa 期望 ergebnis resultado risultato 结果",
     "better": "besser bessere meilleur meilleure mejor melhor migliore 更好",
     "worse": "schlechter schlechtere pire peor pior peggiore 更差",
+    "preferred": "bevorzugt bevorzugte prefere preferee preferido preferida preferito preferita 偏好",
+    "good": "gut gute bon bonne bueno buena bom boa buono buona 好",
+    "bad": "schlecht schlechte mauvais mauvaise malo mala mau ruim cattivo cattiva 差",
     "winner": "gewinner sieger gagnant gagnante ganador ganadora vencedor vencedora vincitore vincitrice 胜者",
-    "chosen": "gewahlt gewaehlt choisi choisie elegido elegida escolhido escolhida scelto scelta 选中",
-    "rejected": "abgelehnt rejete rejetee rechazado rechazada rejeitado rejeitada rifiutato rifiutata 拒绝",
+    "chosen": "gewahlt gewaehlt gewahlte choisi choisie elegido elegida escolhido escolhida scelto scelta 选中",
+    "rejected": "abgelehnt abgelehnte rejete rejetee rechazado rechazada rejeitado rejeitada rifiutato rifiutata 拒绝",
     "rating": "bewertung sterne punkte punktzahl zufriedenheit etoiles calificacion puntuacion estrellas "
     "satisfaccion avaliacao pontuacao estrelas satisfacao valutazione punteggio soddisfazione 评分 评级 星级",
     "helpful": "hilfreich utile util 有用",
     "correct": "richtig korrekt correcto correto corretto 正确",
 }
+WHOLE = ("good", "bad")  # their words end others too: Geschlecht, abonné
 COMPOUND = 5  # letters of a word that may end a longer one, as `frage` ends `Kundenfrage`
 OTHER = {"other", "alternative", "second"}  # the rejected one of two columns whose names are the same but for a word
 # What rows without a `type` need, by the kind of data: all of one of these.
 PLAIN = {
     "pairs": (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
     "labelled": (("completion", "label"), ("chosen", "rejected")),
-    "text": (("messages",), ("conversations",), ("prompt", "completion"), ("instruction",), ("text",), ("input_ids",)),
+    "text": (
+        ("messages",),
+        ("conversations",),
+        ("prompt", "completion"),
+        ("instruction", "output"),
+        ("text",),
+        ("input_ids",),
+    ),
     "prompts": (("prompt",),),
 }
 LONGEST_LINE = 1 << 22  # characters that are read of a file to find its first row
@@ -126,15 +149,16 @@ def words_of(name: str) -> list[str]:
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     letters = "".join(letter for letter in normalize("NFKD", spaced.lower()) if not combining(letter))
     words = re.findall(r"[^\W\d_]+", letters)
-    return [name.lower(), *words, *(english for english, others in FOREIGN.items() if _has_one(words, others.split()))]
+    return [name.lower(), *words, *(english for english in FOREIGN if _has_one(words, english))]
 
 
-def _has_one(words: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether words are among others, or end in one of them; Chinese has no spaces between words."""
+def _has_one(words: Iterable[str], english: str) -> bool:
+    """Return whether words are foreign ones for this, or end in one; Chinese has no spaces between words."""
+    shortest = 99 if english in WHOLE else COMPOUND
     return any(
-        word == one or (len(one) >= COMPOUND and word.endswith(one)) or (not one.isascii() and one in word)
+        word == one or (len(one) >= shortest and word.endswith(one)) or (not one.isascii() and one in word)
         for word in words
-        for one in others
+        for one in FOREIGN[english].split()
     )
 
 

@@ -15,7 +15,7 @@ from upweight.data.formats.markup import FAMILIES, family_of
 from upweight.data.images.marks import GENERIC, Loaded, expanded, is_conversation, missing_images, texts_of
 from upweight.data.images.records import COMPLETIONS, with_images
 from upweight.data.images.row_images import COLUMNS, RowImages
-from upweight.data.raw_row import Record, Row, RowError, marked
+from upweight.data.raw_row import Record, Row, RowError, marked, with_messages
 from upweight.data.sources.transforms import RowFilter, Transform
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.templates import chat_template
@@ -114,6 +114,11 @@ def _read_marked(plain: Format, setup: Setup, row: Row) -> list[Example]:
     return [] if read is None else plain(setup, read)
 
 
+def _read_listed(plain: Format, setup: Setup, row: Row) -> list[Example]:
+    """Read a row by a format once its texts that hold messages are messages."""
+    return plain(setup, with_messages(setup.form, row))
+
+
 class Encoder:
     """Turns the rows of one dataset entry into records."""
 
@@ -124,6 +129,7 @@ class Encoder:
             self.read = partial(read_as_messages, format_of(setup.method.formats(), None))
         if setup.form.has_marks:
             self.read = partial(_read_marked, self.read)
+        self.read = partial(_read_listed, self.read)
         functions = [function.source_text for function in (transform, row_filter) if function]
         functions += [source_of(setup.teacher_prompt)] if setup.teacher_prompt else []
         self.source_text = "".join([setup.template.source or "", *functions])

@@ -1,5 +1,7 @@
 """Reads values of one raw row; every wrong value becomes a RowError that names its key."""
 
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +17,8 @@ MAX_FLOAT = sys.float_info.max
 MAX_NESTING = 64
 NO_TEXT = "text, got an empty text"
 MAX_SHOWN = 30  # characters of a text that a message repeats
+TURNS = ("prompt", "chosen", "rejected", "completion")  # columns whose text may hold messages
+MESSAGES_IN_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content)\1\s*:""")
 # Columns that preparation adds to a prompt; all others come from the user's row.
 PREPARED_COLUMNS = ("prompt", "prompt_ids", "teacher_prompt_ids")
 
@@ -161,10 +165,32 @@ def marked(form: "UserFormat", row: Row) -> Row | None:
 def _rating(value: Any) -> float | None:
     """Return the number in a cell; None where it holds none."""
     try:
-        rating = float(word_of(value))
+        rating = number_in(word_of(value))
     except ValueError:
         return None
     return rating if isfinite(rating) else None
+
+
+def with_messages(form: "UserFormat", row: Row) -> Row:
+    """Return a row with messages where its prompts or answers are JSON text of messages, as in a CSV."""
+    fields = (form.field_prompt, form.field_chosen, form.field_rejected, form.field_completion)
+    read = copy(row)
+    for key in {*TURNS, *fields, *form.winner_values.values()}:
+        text = row.get(key)
+        if key is None or not isinstance(text, str) or not (start := MESSAGES_IN_TEXT.match(text)):
+            continue
+        if start[1] == "'":
+            raise RowError(key, "messages as JSON text, got them as Python prints a list: write them by `json.dumps`")
+        with suppress(ValueError, RecursionError):
+            messages = json.loads(text)
+            if all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+                read[key] = messages
+    return read
+
+
+def number_in(word: str) -> float:
+    """Return the number that a word is, also with a decimal comma."""
+    return float(word.replace(",", ".") if "." not in word else word)
 
 
 def _meaning(row: Row, column: str, meanings: Mapping[str, Any], key: str) -> Any:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from transformers import AutoConfig
 
 from upweight.config import Config
-from upweight.config.rules.training import single_answers, unusual_rate
+from upweight.config.rules.training import harmful_settings
 from upweight.config.sections.training import LESS_MEMORY
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import preview
@@ -83,7 +83,7 @@ def check_config(config: Config) -> list[Finding]:
 
 
 def _keys(state: CheckState) -> Iterator[Finding]:
-    harmful = {*unusual_rate(state.config), *single_answers(state.config)}  # the others are about keys that do nothing
+    harmful = harmful_settings(state.config)  # the others are about keys that do nothing
     for notice in state.config.notices:
         level = "warning" if notice in harmful else "note"
         yield Finding(level, "keys", notice.removesuffix("."))

@@ -32,9 +32,9 @@ from upweight.engine.routing import routing_of
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.models.kernels.expert_lora import add_expert_adapters
+from upweight.models.kernels.experts.grouped import group_experts
+from upweight.models.kernels.experts.lora import add_expert_adapters
 from upweight.models.kernels.fused_layers import fuse_layers
-from upweight.models.kernels.grouped_experts import group_experts
 from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
 from upweight.models.patches import add_adapters_in_place, end_shard_group, fuse_rotary, rope_row_lengths
 from upweight.models.processor import ImageReader

@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from upweight.engine.divergences import ONLY_MEASURED, Teacher, TeacherStates
 from upweight.engine.logits import HeadRequest, token_gradient, token_statistics
 from upweight.engine.outcomes import Outcomes
+from upweight.models.memory import free_memory
 
 # Elements of a chunk, rows times vocabulary: large enough to read the weight seldom, small beside other memory.
 _CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
-# Elements of projections that a forward may keep for its backward, which then need not be recomputed.
-_KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
+# Elements of projections that a forward may keep for its backward, which then need not be recomputed; on a GPU it may
+# be more, by a share of the memory that is free then, since the head's backward gives it back before all others run.
+_KEPT_ON_CPU, _KEPT_ON_GPU, _KEPT_SHARE = 1 << 26, 1 << 27, 1 / 16
 # Statistics that the backward reads, and those that have no gradient.
 _KEPT_STATISTICS = (
     "log_sum_exp_T", "entropy_T", "log_collision_T", "divergence_shift_T", "divergence_inner_T", "divergence_norm_T",
@@ -103,6 +105,13 @@ def chunk_rows(like: Tensor, width: int, most: int | None = None) -> int:
     return max(_TOKEN_STEP, count // _TOKEN_STEP * _TOKEN_STEP) if like.is_cuda else count
 
 
+def _kept_elements(like: Tensor) -> int:
+    """Return how many elements of projections in a tensor's dtype may be kept for the backward."""
+    if not like.is_cuda:
+        return _KEPT_ON_CPU
+    return max(_KEPT_ON_GPU, int(_KEPT_SHARE * free_memory(like.device) / like.element_size()))
+
+
 class _LinearStatistics(torch.autograd.Function):
     """Keeps hidden states, per-row statistics and a bounded part of the projections; backward recomputes the rest.
 
@@ -120,7 +129,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.gradients = _HeadGradients(hidden_TD, weight_VD, bias_V, needed) if summed else None
         parts: dict[str, list[Tensor]] = {}
         keeps = any(needed) and not summed and request.chunk_tokens is None
-        budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if keeps else 0
+        budget = _kept_elements(hidden_TD) if keeps else 0
         ctx.projected, ctx.teacher, ctx.width = [], teacher, _chunk_width(len(weight_VD), teacher)
         outcomes = _outcomes(teacher)
         start = 0

@@ -24,37 +24,47 @@ MOST_NAMED = 5  # models in a message
 PASSED_OVER = ("checkpoint-*", "*cache__", "node_modules", "site-packages", "venv")  # and hidden ones but .cache
 MAKE_TINY, TINY = "upweight init sft tiny-model --tiny", "tiny-model/tiny"  # the model of a starter is for any method
 DEMO_MODELS = Path(".cache") / "demo"  # where `make demo` puts the model that it fetches
+_unanswered: list[str] = []  # why the hub did not answer, once it was asked
 
 
-def is_offline() -> bool:
-    """Return whether nothing is to be asked of the hub: it is switched off, or it did not answer."""
-    return constants.HF_HUB_OFFLINE or not _answers()
+def is_offline(*, is_told: bool = True) -> bool:
+    """Return whether nothing is to be asked of the hub: it is switched off, or did not answer, which a line tells."""
+    if constants.HF_HUB_OFFLINE:
+        return True
+    problem = _problem()
+    if problem is not None and is_told:
+        logger.warning(
+            "warning: the hub (%s) cannot be reached (%s): only what is on this machine is used. "
+            "HF_HUB_OFFLINE=1 skips this question.",
+            constants.ENDPOINT,
+            problem,
+        )
+    return problem is not None
+
+
+def why_offline() -> str:
+    """Return why nothing is asked of the hub."""
+    return f"{constants.ENDPOINT} cannot be reached: {_unanswered[0]}" if _unanswered else "HF_HUB_OFFLINE is set"
 
 
 @cache
-def _answers() -> bool:
+def _problem() -> str | None:
     """Ask the hub once; where no answer comes, switch it off for this process and those that it starts."""
-    problems: list[str] = []
+    _unanswered.clear()
     # The library looks up names without a limit, so the whole question has one.
-    asking = threading.Thread(target=_ask, args=(problems,), daemon=True, name="hub")
+    asking = threading.Thread(target=_ask, args=(_unanswered,), daemon=True, name="hub")
     with activity("asking the hub (hub_timeout)"):
         asking.start()
         asking.join(LIMIT_SECONDS + 1)
     if asking.is_alive():
-        problems.append(f"no answer in {LIMIT_SECONDS:g} s")
-    if not problems:
-        return True
-    logger.warning(
-        "warning: the hub (%s) cannot be reached (%s): only what is on this machine is used. "
-        "HF_HUB_OFFLINE=1 skips this question.",
-        constants.ENDPOINT,
-        problems[0],
-    )
+        _unanswered.append(f"no answer in {LIMIT_SECONDS:g} s")
+    if not _unanswered:
+        return None
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
     if (config := sys.modules.get("datasets.config")) is not None:  # it read the variable when it was imported
         vars(config)["HF_HUB_OFFLINE"] = True
-    return False
+    return _unanswered[0]
 
 
 def _ask(problems: list[str]) -> None:

@@ -27,7 +27,7 @@ from upweight.errors import UserError, did_you_mean, foreign_cause
 from upweight.heartbeat import activity
 from upweight.log import inform_once, logger, warn_once
 from upweight.models.first_look import Stored, broken_weights, packed_remedy
-from upweight.models.hub import is_offline, local_copy, models_to_name
+from upweight.models.hub import is_offline, local_copy, models_to_name, why_offline
 from upweight.models.modules import dropout_rates
 from upweight.models.patches import keep_soft_cap
 from upweight.models.precision import HALF_DTYPES
@@ -118,9 +118,8 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
         elif Path(source).is_dir():
             remedy = _remedy_of_folder(Path(source), key, first)
         elif is_offline():
-            why = "HF_HUB_OFFLINE is set, or it cannot be reached"
             not_here = f"it is not on this machine{_looked_up(source)}"
-            remedy = f"{not_here}, and the hub is not asked ({why}). {models_to_name(key, source)}"
+            remedy = f"{not_here}, and the hub is not asked ({why_offline()}). {models_to_name(key, source)}"
         else:
             remedy = (
                 f"no folder of that name is here{_looked_up(source)}, and the hub did not give it (misspelt, or "

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -18,9 +18,10 @@ from upweight.config.sections.training import LESS_MEMORY, OptimSection
 from upweight.config.servers import is_url
 from upweight.models.adapters.attach import linear_names
 from upweight.models.first_look import Stored
-from upweight.models.kernels.grouped_experts import WEIGHTS
+from upweight.models.kernels.experts.grouped import WEIGHTS
 from upweight.models.kernels.tiled_mlp import TILE, is_gated_block
 from upweight.models.load import Head, config_with_head, model_without_weights, named_by, teacher_source
+from upweight.models.modules import GATED_PROJECTIONS
 
 GIB = 2**30
 DRIVER_BYTES = 3 * GIB // 4  # of a GPU, for its driver and the workspaces of libraries
@@ -75,6 +76,7 @@ class TokenBytes:
     block: int  # of `layer`, what a gated block takes, which `tiled_mlp` computes a tile at a time
     inputs: int  # of one layer
     keys: int  # keys and values of all layers, in sampling
+    product: int = 0  # of `kept`, what a gated block in one node does not keep
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "TokenBytes":
@@ -96,7 +98,8 @@ class TokenBytes:
         if not fused:
             kept = layer
         block = 0 if chosen else (4 if fused else 6) * wide
-        sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), block, hidden, layers * keys)
+        product = wide if fused and not chosen else 0
+        sizes = (layer, min(kept, layer), min(wide, layer - min(kept, layer)), block, hidden, layers * keys, product)
         return cls(layers, *(HALF_BYTES * size for size in sizes))
 
     def saved(self, savings: Savings) -> int:
@@ -153,6 +156,10 @@ class Shape:
         """Return the sizes of the model with weights that are quantised in another way than QLoRA's."""
         return replace(self, token=replace(self.token, kept=self.token.kept + self.token.gate, gate=0))
 
+    def with_block_nodes(self) -> "Shape":
+        """Return the sizes of the model with gated blocks of one node each; its peak was not measured and stays."""
+        return replace(self, token=replace(self.token, kept=self.token.kept - self.token.product, product=0))
+
     def tokens_in(self, free: float, savings: Savings) -> int:
         """Return the most tokens of a forward whose activations fit into so many bytes."""
         saved, chunk, logits = self.token.saved(savings), self.head_bytes(savings), self.head_bytes(savings, 1)
@@ -199,8 +206,11 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     text = config.get_text_config()
     vocabulary, positions = getattr(text, "vocab_size", 0), getattr(text, "max_position_embeddings", None)
     token = TokenBytes.of(text)
-    if not any(map(is_gated_block, model.modules())):
+    blocks = [module for module in model.modules() if is_gated_block(module)]
+    if not blocks:
         token = replace(token, block=0)
+    if not blocks or not all(map(_can_be_node, blocks)):
+        token = replace(token, product=0)
     modules = _sizes_in_modules(model)
     stored = Stored.of(getattr(config, "quantization_config", None))
     shape = Shape(sum(sizes), max(sizes), dict(linear), inside, token, vocabulary, experts, positions, modules, stored)
@@ -215,6 +225,21 @@ def _sizes_in_modules(model: nn.Module) -> dict[str, dict[str, int]]:
         inside = modules.setdefault(name.rpartition(".")[2], {})
         inside |= {first[id(weight)]: weight.numel() for weight in module.parameters()}
     return modules
+
+
+def _can_be_node(block: Any) -> bool:
+    """Return whether a gated block is one node where each of its layers has an adapter."""
+    layers = [getattr(block, name, None) for name in GATED_PROJECTIONS]
+    return all(isinstance(layer, nn.Linear) and layer.bias is None for layer in layers)
+
+
+def adapts_blocks(adapter: AdapterSection) -> bool:
+    """Return whether an adapter is a plain LoRA on each layer of a gated block, by what its settings name."""
+    if adapter.dropout or adapter.dora or adapter.layers is not None or adapter.folder or adapter.load_in_8bit:
+        return False
+    named = adapter.targets if isinstance(adapter.targets, list) else []
+    every = adapter.target_linear or not (adapter.targets or adapter.target_parameters)
+    return every or {*GATED_PROJECTIONS} <= {name.rpartition(".")[2] for name in named}
 
 
 def _is_expert(name: str, weight: nn.Parameter) -> bool:

@@ -17,6 +17,7 @@ from upweight.models.memory import (
     Savings,
     Shape,
     TrainedWeights,
+    adapts_blocks,
     estimate,
     free_memory,
     keeps_start,
@@ -97,6 +98,9 @@ def plan_memory(
     model, savings, trained = model or ModelNeeds.of(config), Savings.of(config), trained or trained_weights(config)
     in_8_bits = trained == "qlora" and config.adapter.load_in_8bit
     shape = model.shape.quantised() if in_8_bits else model.shape
+    whole = not (config.sharding.fsdp or config.sharding.deepspeed) and model.shape.stored.bits is None
+    if trained != "all" and whole and adapts_blocks(config.adapter):
+        shape = shape.with_block_nodes()
     (length, sequences), sharing = row_tokens(config), config.sharding.context_parallel_size
     on_gpu = card is not None or torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -8,6 +8,7 @@ backward may pass through it; its gradient is float32, and micro-batches add up 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
@@ -16,6 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from upweight.log import warn_once
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.models.kernels import elementwise
+else:
+    elementwise = None
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CAST_TOGETHER = 1 << 28  # bytes of gradients that may wait for each other before they are cast, as those of an adapter
@@ -99,7 +105,8 @@ class ComputeCopies:
             if together <= CAST_TOGETHER:
                 self._copies = list(cast(tuple[Tensor, ...], _CastTogether.apply(dtypes, *masters)))
             else:
-                self._copies = [master.to(dtype) for master, dtype in zip(masters, dtypes, strict=True)]
+                copies = map(_Cast.apply, masters, dtypes)
+                self._copies = [cast(Tensor, copy) for copy in copies]
         for weight, copy in zip(self._weights, self._copies, strict=True):
             for module, name in weight.slots:
                 vars(module)[name] = copy
@@ -124,6 +131,20 @@ class ComputeCopies:
             for module, name in weight.slots:
                 vars(module).pop(name, None)
         self._handles, self._copies = [], []
+
+
+class _Cast(torch.autograd.Function):
+    """Casts one weight, and its gradient at the speed of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, dtype: torch.dtype) -> Tensor:
+        return master.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        (grad,) = grad_outputs
+        by_kernel = elementwise is not None and grad.is_cuda and grad.is_contiguous()
+        return elementwise.widened(grad) if by_kernel and elementwise else grad.float(), None
 
 
 class _CastTogether(torch.autograd.Function):

@@ -56,6 +56,21 @@ class StepBatchSampler(Sampler[list[int]]):
         return order
 
 
+def is_prepared(rows: Any, like: Any) -> bool:
+    """Return whether rows, or each of several named sets, have the columns of prepared ones, as far as these say."""
+    if isinstance(rows, Mapping):
+        return all(is_prepared(part, like) for part in rows.values())
+    needed = getattr(like, "column_names", None) or ()
+    return set(needed) <= set(getattr(rows, "column_names", None) or ())
+
+
+def require_prepared(rows: Any, like: Any) -> None:
+    """Raise where a script has put rows as they were given in place of the prepared training rows."""
+    if not is_prepared(rows, like):
+        problem = "was replaced after the trainer was made, which prepares rows then"
+        raise UserError(f"train_dataset: {problem}. Make the trainer again, with these rows as 'train_dataset'.")
+
+
 def _collate(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool) -> dict[str, list[Unit]]:
     return {"units": units_of(rows, method, compare=compare)}
 

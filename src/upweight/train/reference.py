@@ -1,7 +1,7 @@
 """The reference during training: log-probs that are precomputed and stored in the rows, or weights that are synced."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,11 @@ def _fingerprint(rows: Any, model: nn.Module, runner: StepRunner, how: Precomput
         size = torch.linalg.vector_norm(values, dtype=torch.float64) if values.is_floating_point() else 0
         known.update(f"{name} {float(values.sum(dtype=torch.float64))!r} {float(size)!r}".encode())
     return known.hexdigest()[:16]
+
+
+def map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to the rows, or to each of several named sets."""
+    return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)
 
 
 class SyncReference(TrainerCallback):

@@ -34,16 +34,17 @@ from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
-from upweight.train.loader import FeedLoader, StepBatchSampler, restore_feed, step_loader
+from upweight.train.loader import FeedLoader, StepBatchSampler, is_prepared, require_prepared, restore_feed, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.callbacks import EvaluationLeft
 from upweight.train.recording.hub import pushing, write_card
+from upweight.train.recording.metrics import loss_without_steps
 from upweight.train.recording.run_folder import require_same_data
-from upweight.train.reference import SyncReference, with_first_reference, with_reference
+from upweight.train.reference import SyncReference, map_sets, with_first_reference, with_reference
 from upweight.train.step import StepRunner
 from upweight.train.user_code import UserCallback, refuse_unused_hooks
-from upweight.user_modules import named_errors
+from upweight.user_modules import from_users_code, named_errors
 
 
 class MethodTrainer(Trainer):
@@ -98,8 +99,10 @@ class MethodTrainer(Trainer):
         self._set_rows(parts)
         if hasattr(policy.model, "add_model_tags"):
             policy.model.add_model_tags(["upweight", policy.method.name])
-        self.last_log, self.last_logged_step, self.last_blocked = time.perf_counter(), 0, 0.0  # blocked by rollouts
+        self.last_log, self.last_blocked = time.perf_counter(), 0.0  # blocked by rollouts
+        self.last_logged_step, self.resumed_at = 0, 0
         self.metrics_of_callbacks: list[Callable[[Any, Mapping[str, float]], Mapping[str, float]]] = []
+        self.made_with = dict(vars(parts.arguments)), frozenset(vars(self))  # a script may change its arguments
 
     def _set_rows(self, parts: TrainerParts) -> None:
         """Set the prepared rows, with the reference's log-probs where asked, and the datasets that scripts see."""
@@ -108,7 +111,7 @@ class MethodTrainer(Trainer):
             self.train_dataset = with_reference(self.train_dataset, parts.policy.model, self.runner, self.precompute)
             if parts.encode is not None:  # the folder caches the training rows only
                 self.precompute = replace(self.precompute, folder=None)
-            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
+            self.eval_dataset = map_sets(self.eval_dataset, self._with_reference)
         self.train_rows, self.eval_rows = self.train_dataset, self.eval_dataset
         if self.rollouts is not None and parts.objects.from_script:  # prompts as they were given
             self.train_dataset, self.eval_dataset = parts.objects.train_dataset, parts.objects.eval_dataset
@@ -133,13 +136,17 @@ class MethodTrainer(Trainer):
             if self.feed is not None:
                 stack.callback(self.feed.close)
                 self.feed.restore(None)
+            self.resumed_at = 0 if checkpoint is None else step_of(checkpoint) or 0
             if checkpoint is not None:
                 self._restore_from(checkpoint)
             with nullcontext() if self.recording is None else self.recording(self, checkpoint):
                 try:
-                    return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+                    trained = super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+                    return trained._replace(training_loss=trained.metrics["train_loss"])  # as it was logged
                 except torch.cuda.OutOfMemoryError as error:
                     raise UserError(out_of_memory("while training", self.runner.token_budget)) from error
+                except Exception as error:  # of a script's callback: the frames of the loop say nothing about it
+                    raise error.with_traceback(from_users_code(error.__traceback__))  # noqa: B904, it is the same
 
     def _restore_from(self, checkpoint: Path) -> None:
         """Restore the state that transformers does not: rollouts, a synced reference, shards of another world size."""
@@ -166,6 +173,7 @@ class MethodTrainer(Trainer):
             options = {"compare": not self.shuffle, "drop_last": args.dataloader_drop_last}
             self.feed_loader = FeedLoader(self.feed, self.method, batch, steps_done, **options)
             return self.feed_loader
+        require_prepared(self.train_dataset, self.train_rows)
         rows, seed = len(self.train_dataset), args.seed if args.data_seed is None else args.data_seed
         self.sampler = StepBatchSampler(rows, batch, seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
@@ -265,10 +273,11 @@ class MethodTrainer(Trainer):
 
     def _eval_rows(self, passed: Any) -> Any:
         """Return prepared evaluation rows: of those passed, or of `eval_dataset`, which a script may have replaced."""
-        if passed is None and (self.rollouts is None or self.eval_dataset is self.given_eval):
+        is_ready = self.rollouts is None and is_prepared(self.eval_dataset, self.train_rows)
+        if passed is None and (is_ready or self.eval_dataset is self.given_eval):
             return self.eval_dataset if self.rollouts is None else self.eval_rows
         raw, encode = self.eval_dataset if passed is None else passed, self.encode
-        return raw if encode is None else _map_sets(raw, lambda rows: self._with_reference(encode(rows)))
+        return raw if encode is None else map_sets(raw, lambda rows: self._with_reference(encode(rows)))
 
     def _evaluate_set(self, rows: Any, prefix: str) -> dict[str, float]:
         """Return and log the metrics of one evaluation set: loss, or online the rewards of completions."""
@@ -313,6 +322,7 @@ class MethodTrainer(Trainer):
         elif self.feed is not None and self.is_in_train:
             steps = self.state.max_steps if self.feed.epoch_rows is None else len(self.feed_loader)
             self.state.epoch = self.state.global_step / steps
+        logs |= loss_without_steps(logs, self.state, self.resumed_at)
         if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no other entry
             logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:
@@ -388,8 +398,3 @@ class MethodTrainer(Trainer):
             set_mode()
             if self.copies is not None:
                 self.copies.refresh()
-
-
-def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the rows, or to each of several named sets."""
-    return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)

@@ -229,11 +229,29 @@ def test_rows_that_cannot_be_paired(refused):
     assert "write both into a row, as prompt, chosen and rejected" in refused("prompt,answer\nWhy?,So.\n", "dpo")[0]
 
 
+RATED = "prompt,response,rating\nWhy?,So.,5\nHow?,Thus.,1\nWhen?,,5\nWhere?,Here.,4\n"
+MARKED = "prompt,response,label\nWhy?,So.,good\nHow?,Thus.,bad\nWhen?,,good\nWhere?,Here.,good\n"
+
+
+@pytest.mark.parametrize("text", [RATED, MARKED], ids=["rated", "marked"])
+def test_good_rows_are_kept_by_the_filter_that_is_written_for_empty_cells(written, tmp_path, caplog, text):
+    caplog.set_level(logging.INFO)
+    assert len(written(text, "sft")) == 3
+    assert "mine.good" not in caplog.text
+    line = re.search(r"write `(if not .*: return False)` before the `return` of `keep` in filters.py", caplog.text)
+    assert line is not None
+    file = tmp_path / "filters.py"
+    file.write_text(file.read_text().replace("    return all(", f"    {line[1]}\n    return all("))
+    keep = runpy.run_path(str(file))["keep"]
+    with (tmp_path / "mine.csv").open(newline="") as rows:
+        assert [row["prompt"] for row in csv.DictReader(rows) if keep(row)] == ["Why?", "Where?"]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "note"),
     [
         ("prompt,chosen,rejected,score_chosen\nWhy?,So.,No.,5\n", {}, "not read by dpo: score_chosen"),
-        (LABELS, {"method": "sft"}, "whatever 'label' holds: 'good', 'bad'; `filter: mine.good`"),
+        (LABELS, {"method": "sft"}, "whatever 'label' holds: 'good', 'bad'. To train on some of them only: `filter:"),
         ("question;better;worse\nWhy?;So.;No.\n", {}, "chosen is 'better', rejected is 'worse'"),
         (
             "id;question;preferred_answer;other_answer;rater\n1;Why?;So.;No.;r\n",
@@ -313,3 +331,22 @@ def test_prompts_beside_texts_of_an_unknown_kind_are_asked_about(written, capsys
     printed = capsys.readouterr().out
     assert "if 'Wir' holds answers to imitate: `upweight new " in printed
     assert "--columns prompt=Question,completion=Wir`" in printed
+
+
+def test_two_answers_with_a_rating_each_become_pairs(refused):
+    names = "Frage,Antwort 1,Antwort 2,Punkte 1,Punkte 2"
+    rows = f'{names}\nWhy?,So.,No.,"4,5",3\nWho?,Me.,You.,2,4\nWhat?,A.,B.,3,3\nHow?,C.,D.,,1\n'
+    for method in (None, "dpo"):
+        problem, made = refused(rows, method)
+        assert "'Punkte 1' and 'Punkte 2' rate 'Antwort 1' and 'Antwort 2'" in problem
+        assert made == [
+            {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+            {"prompt": "Who?", "chosen": "You.", "rejected": "Me."},
+        ]
+
+
+def test_ratings_with_decimal_commas_are_ratings(written, caplog):
+    rows = "question;answer;score\nWhy?;So.;4,5\nWho?;Me.;1,5\nWhen?;Now.;\nWhat?;That.;5\n"
+    caplog.set_level(logging.INFO)
+    columns = "prompt=question,completion=answer,label=score"
+    assert [row["label"] for row in written(rows, "kto", columns=columns, values="4.5")] == [True, False, True]

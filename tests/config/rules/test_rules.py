@@ -393,6 +393,8 @@ ODD = {
     "bfloat16: weights are trained": {**WHOLE, "bfloat16": True},
     "trl.vllm_sync_interval: no effect on training": {**GRPO, "trl": {**GRPO["trl"], "vllm_sync_interval": 2}},
     "learning_rate: 0.1 is far above": {**WHOLE, "learning_rate": 0.1},
+    "warmup_steps: warm-up takes 20 of 10 steps": {**WHOLE, "max_steps": 10, "warmup_steps": 20},
+    "warmup_ratio: warm-up takes 60% of all steps": {**WHOLE, "warmup_ratio": 0.6},
     "micro_batch_size: a step of one answer": {**WHOLE, "rl": "kto", "micro_batch_size": 1},
     "ebft.stride: no effect": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
     "ebft.diversity_coef: whit": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
@@ -456,6 +458,8 @@ def test_a_step_of_kto_has_answers_to_estimate_the_kl_from(loss, rows):
         ),
         ({**GRPO, **LORA, "learning_rate": 0.1}, "1e-6 to 1e-4 is usual for grpo with 'adapter: lora'; try"),
         ({**WHOLE, "learning_rate": 1e-2}, "far above what is usual and ruins a model"),
+        ({**DPO, "learning_rate": 1e-3}, "far above what is usual and ruins a model"),  # 1,000 times as much exactly
+        ({**DPO, "learning_rate": 9e-4}, None),
         ({**WHOLE, "learning_rate": 1e-10}, "far below what is usual and hardly moves a model"),
         ({**WHOLE, **LORA, "learning_rate": 1e-3}, None),
         ({**GRPO, **LORA, "learning_rate": 1e-4}, None),
@@ -464,6 +468,21 @@ def test_a_step_of_kto_has_answers_to_estimate_the_kl_from(loss, rows):
 )
 def test_learning_rates_far_from_the_usual_are_named_with_the_range(content, said):
     found = notices(content)
+    assert found == () if said is None else said in found[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"max_steps": 10, "warmup_steps": 10}, "10 of 10 steps: the learning rate rises from 0 and never reaches its"),
+        ({"max_steps": 10, "warmup_ratio": 0.75}, "at step 9. Set 'warmup_ratio: 0', or train for more"),
+        ({"max_steps": 10, "warmup_steps": 5}, None),
+        ({"warmup_steps": 500}, None),  # of steps that only the data tell
+        ({"max_steps": 10, "warmup_steps": 20, "lr_scheduler": "mine.schedule"}, None),
+    ],
+)
+def test_a_warm_up_that_is_most_of_a_run_is_named_where_the_config_has_its_steps(content, said):
+    found = notices({**WHOLE, **content})
     assert found == () if said is None else said in found[0]
 
 

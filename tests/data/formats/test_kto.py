@@ -111,7 +111,7 @@ def test_ratings_from_a_number_on_are_good_and_rows_without_one_are_left_out():
     read = encoder({"type": {"field_label": "stars", "label_from": 3.5}}, rl="kto")
     row = {"prompt": "p", "completion": "c"}
     labels = [
-        [one.text["label"] for one in read({**row, "stars": mark})] for mark in (4, "3.5", " 3", 0, "", None, "nan")
+        [one.text["label"] for one in read({**row, "stars": mark})] for mark in (4, "3,5", " 3", 0, "", None, "nan")
     ]
     assert labels == [[True], [True], [False], [False], [], [], []]
 

@@ -1,5 +1,7 @@
 """Each documented row of a pair format yields exactly the documented prompt and answers."""
 
+import json
+
 import pytest
 
 from made_tokenizers import byte_tokenizer, encoder, text_of
@@ -241,3 +243,18 @@ def test_any_pair_format_serves_a_reward_model(name):
     row = {"question": "Why?", "input": "Why?", "prompt": "Why?", **PAIR}
     (record,) = encoder({"type": name} if name else {}, reward_model=True)(row)
     assert set(record.columns) == {"prompt_ids", "chosen_ids", "rejected_ids"}
+
+
+@pytest.mark.parametrize("entry", [{}, {"as_messages": True}, {"type": {"field_chosen": "good"}, "as_messages": True}])
+def test_messages_in_the_cells_of_a_csv_are_messages(entry):
+    said = {role: dialogue(text) for role, text in (("chosen", "Good."), ("rejected", "Bad."))}
+    rows = [said, {"prompt": dialogue("")[:1], **{role: listed[1:] for role, listed in said.items()}}]
+    read = encoder(entry, rl="dpo", chat_template="chatml")
+    for row in rows[1:] if "as_messages" in entry else rows:
+        named = {"good" if role == "chosen" and "type" in entry else role: value for role, value in row.items()}
+        in_cells = {name: json.dumps(value) for name, value in named.items()}
+        assert [one.columns for one in read(in_cells)] == [one.columns for one in read(named)]
+    with pytest.raises(RowError, match=r"'rejected': expected messages as JSON text, got them as Python prints a list"):
+        read({**rows[1], "good": "x", "rejected": str(said["rejected"])})
+    odd = {"prompt": "Why?", "chosen": '[{"role": "x"}]', "good": "x", "rejected": '[{"a": 1}]'}  # texts
+    assert read(odd)

@@ -10,7 +10,7 @@ from tiny_models import gradients, relative_difference, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.models.adapters.attach import attach_adapter
-from upweight.models.kernels.expert_lora import add_expert_adapters
+from upweight.models.kernels.experts.lora import add_expert_adapters
 from upweight.models.kernels.packed_product import is_packed, unpacked
 from upweight.models.load import load_model
 from upweight.models.memory import HALF_BYTES, shape_of, weight_bytes

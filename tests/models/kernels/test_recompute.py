@@ -16,6 +16,7 @@ from upweight.config.sections.model import AdapterSection
 from upweight.engine.activations import enable_checkpointing
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.kernels import lora_linear, recompute, tiled_mlp
+from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.kernels.recompute import Recomputed, Rerun, is_unread, note_output, read_weights
 from upweight.models.kernels.tiled_mlp import tile_blocks
 from upweight.models.load import disable_dropout
@@ -80,10 +81,13 @@ def test_gradients_are_those_of_a_model_that_keeps_everything(kind, lora):
         ("gemma3_text", 8, 5),
     ],
 )
-def test_what_nothing_reads_is_not_computed_again(kind, tile, products, monkeypatch):
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_nothing_reads_is_not_computed_again(kind, tile, products, fused, monkeypatch):
     model = adapted(kind)
-    add_adapters_in_place(model)
     right = gradients(model)
+    add_adapters_in_place(model)
+    if fused:  # a block is one node
+        fuse_layers(model)
     enable_checkpointing(model, every_layer=True, one_node=True)
     if tile:
         monkeypatch.setattr(tiled_mlp, "TILE", tile)

@@ -10,7 +10,9 @@ from upweight.config.sections.model import AdapterSection
 from upweight.engine.activations import enable_checkpointing
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.kernels import lora_linear, recompute, tiled_mlp
+from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.kernels.tiled_mlp import are_tiled, is_gated_block, tile_blocks
+from upweight.models.patches import add_adapters_in_place
 
 TILE = 8
 IDS = torch.arange(2, 39)[None]
@@ -96,6 +98,31 @@ def test_short_rows_before_long_ones_decide_nothing():
             torch.testing.assert_close(gradient, right[1][name], atol=1e-6, rtol=1e-5)
     layers, tiles = sum(map(is_gated_block, model.modules())), -(-IDS.numel() // TILE)
     assert len(seen) == (3 + 2) * layers * tiles
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_tiles_of_blocks_with_adapters_are_one_node_each(checkpointed, monkeypatch):
+    model = attach_adapter(tiny("qwen3").train(), AdapterSection(kind="lora", rank=4, target_linear=True))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0, 0.1)
+    right = gradients(model)
+    add_adapters_in_place(model)
+    fuse_layers(model)
+    if checkpointed:
+        enable_checkpointing(model, every_layer=True, one_node=True)
+    tile_blocks(model, above=TILE)
+    gradients(model)
+    rows = []
+    apply = lora_linear.LowRankGated.apply
+    monkeypatch.setattr(lora_linear.LowRankGated, "apply", lambda *args: rows.append(len(args[2])) or apply(*args))
+    loss, found = gradients(model)
+    layers, tiles = sum(map(is_gated_block, model.modules())), -(-IDS.numel() // TILE)
+    assert len(rows) == 2 * layers * tiles
+    assert max(rows) == TILE
+    assert loss == pytest.approx(right[0], abs=1e-6)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, right[1][name], atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_inside_a_tile_is_drawn_once():

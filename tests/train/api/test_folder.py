@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -96,8 +98,10 @@ def test_a_resume_goes_on_with_the_run_that_was_stopped_and_not_with_a_longer_on
     assert read(folder)["steps"] == [1, 2]
     assert sorted(path.name for path in (folder / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     assert "this run is finished" not in caplog.text
-    resumed.train(resume_from_checkpoint=True)
-    assert "this run is finished (step 2 of 2), and nothing was trained" in caplog.text
+    again = resumed.train(resume_from_checkpoint=True)
+    assert "this run is finished (step 2 of 2), and nothing was left to train" in caplog.text
+    losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert again.training_loss == again.metrics["train_loss"] == pytest.approx(sum(losses) / 2)
     resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-1"))  # and sets the second aside
     assert [path.name for path in (folder / "out" / "superseded-2").iterdir()] == ["checkpoint-2"]
 
@@ -112,6 +116,23 @@ def test_arguments_that_are_changed_after_the_trainer_was_made_are_warned_of(fol
     args.learning_rate, args.max_steps = 1e-3, 2
     trainer.train()
     assert "args: max_steps, learning_rate changed after the trainer was made" in caplog.text
+    trainer.args.beta, trainer.loss_type, trainer.args.logging_steps = 3.0, "ipo", 2  # the last takes effect
+    caplog.clear()
+    trainer.train()
+    assert "args: max_steps, learning_rate, beta, loss_type changed after the trainer was made" in caplog.text
+
+
+def test_rows_that_take_the_place_of_the_trainers_are_prepared_or_refused(folder):
+    trainer = dpo(folder, max_steps=1, save_strategy="no")
+    rows = trainer.eval_dataset = Dataset.from_list(ROWS["pairs"])
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate(rows)["eval_loss"]
+    trainer.eval_dataset = {"few": ROWS["pairs"][:1]}
+    assert "eval_few_loss" in trainer.evaluate()
+    trainer.train_dataset = trainer.train_dataset.select(range(2))  # prepared rows
+    trainer.train()
+    trainer.train_dataset = rows
+    with pytest.raises(UserError, match="train_dataset: was replaced after the trainer was made"):
+        trainer.train()
 
 
 def test_a_training_that_fails_says_so(folder):
@@ -121,8 +142,14 @@ def test_a_training_that_fails_says_so(folder):
 
     trainer = dpo(folder, save_strategy="no")
     trainer.add_callback(Fails())
-    with pytest.raises(ValueError, match="broken callback"):
+    with pytest.raises(ValueError, match="broken callback") as raised:
         trainer.train()
+    frames = [(entry.path.name, entry.name) for entry in raised.traceback]  # and none of transformers
+    assert frames == [
+        (Path(__file__).name, "test_a_training_that_fails_says_so"),
+        ("trainer.py", "train"),
+        (Path(__file__).name, "on_step_end"),
+    ]
     assert (read(folder)["state"], read(folder)["message"]) == ("failed", "ValueError: broken callback")
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.starter.table import FEW, SHORT, Preference, Table, assigned
+from upweight.cli.starter.table import FEW, SHORT, Preference, Table, assigned, plain
 from upweight.data.columns import ANSWERED, csv_separator, words_of
-from upweight.data.raw_row import Row, RowError
+from upweight.data.raw_row import Row, RowError, number_in
 from upweight.errors import UserError
 
 GOOD = ("good", "true", "1", "1.0", "yes", "y", "up", "positive", "correct", "right", "liked", "like", "helpful",
@@ -113,18 +113,18 @@ def _low_is_good(name: str) -> bool:
 def _ratings(name: str, table: Table) -> list[str]:
     """Return the different numbers in a column, the lowest first; nothing where it holds words too."""
     values = [value for value in table.values(name) if value.lower() not in UNRATED]
-    is_number = all(value.replace(".", "", 1).lstrip("-").isdigit() for value in values)
-    return sorted(values, key=float) if is_number else []
+    is_number = all(re.fullmatch(r"-?\d*[.,]?\d+|\d+\.", value) for value in values)
+    return sorted(values, key=number_in) if is_number else []
 
 
 def _middle(ratings: Sequence[str]) -> float:
-    return (float(ratings[0]) + float(ratings[-1])) / 2
+    return (number_in(ratings[0]) + number_in(ratings[-1])) / 2
 
 
 def _is_good(rating: str, name: str, ratings: Sequence[str]) -> bool:
     """Return whether a rating is in the better half of those that there are."""
     middle = _middle(ratings)
-    return float(rating) < middle if _low_is_good(name) else float(rating) > middle
+    return number_in(rating) < middle if _low_is_good(name) else number_in(rating) > middle
 
 
 def labels_in_words(table: Table) -> tuple[str, list[str]] | None:
@@ -184,26 +184,36 @@ def _label_values(table: Table, values: Sequence[str]) -> dict[str, bool | None]
     return {value: True if value in good else False if value in bad else None for value in values}
 
 
-def label_advice(name: str, values: Sequence[str]) -> str:
-    """Return what sft does with rows that are marked by words, and the filter that keeps good ones."""
+def _filtered_by(condition: str, written: str | None) -> str:
+    """Return how a filter keeps the rows of a condition: a new one, or another line in the one that was written."""
+    if written is not None:
+        module, _, function = written.rpartition(".")
+        return f"write `if not ({condition}): return False` before the `return` of `{function}` in {module}.py"
+    return f"`filter: mine.good` in the entry, with `def good(row): return {condition}` in mine.py"
+
+
+def label_advice(name: str, values: Sequence[str], written: str | None) -> str:
+    """Return what sft does with rows that are marked by words, and how good ones are kept; `written`: the filter."""
     kept = [value for value in values if value.lower() in GOOD] or [value for value in values if value][:1]
-    lines = f"def good(row): return str(row[{name!r}]).strip() in {kept}"
+    remedy = _filtered_by(f"str(row[{name!r}]).strip() in {kept}", written)
     held = ", ".join(map(repr, values))
-    remedy = f"`filter: mine.good` in the entry keeps some of them, with `{lines}` in mine.py"
-    return f"all rows are trained on, whatever {name!r} holds: {held}; {remedy}"
+    return f"all rows are trained on, whatever {name!r} holds: {held}. To train on some of them only: {remedy}"
 
 
-def rating_advice(name: str, table: Table) -> str:
-    """Return what a column of ratings is good for."""
+def rating_advice(name: str, table: Table, written: str | None) -> str:
+    """Return what a column of ratings is good for; `written`: the filter that the entry has."""
     ratings = _ratings(name, table)
     good_ones = [one for one in ratings if _is_good(one, name, ratings)] or ratings
     bound, unset = (f"<= {good_ones[-1]}", "'inf'") if _low_is_good(name) else (f">= {good_ones[0]}", "0")
     unrated = [value for value in table.values(name) if value and value not in ratings]
     rated = f"row[{name!r}] not in {unrated} and " if unrated else ""
-    good = f"def good(row): return {rated}float(row[{name!r}] or {unset}) {bound}"
+    cell = f"row[{name!r}] or {unset}"
+    if any("," in one for one in ratings):  # decimal commas
+        cell, bound = f"str({cell}).replace(',', '.')", bound.replace(",", ".")
+    good = f"{rated}float({cell}) {bound}"
     return (
         f"{name!r} holds ratings, and sft trains on all rows, also on badly rated ones. To train on good rows only: "
-        f"`filter: mine.good` in the entry, with `{good}` in mine.py. kto learns from good and bad ones: "
+        f"{_filtered_by(good, written)}. kto learns from good and bad ones: "
         f"{_ask_ratings(name, table)}. Rows of one prompt with a high and a low rating make pairs for dpo"
     )
 
@@ -228,7 +238,10 @@ def _halves(name: str, table: Table) -> str:
     middle = _middle(values)
     if len(values) > MOST_MARKS:
         return f"{middle:g}"
-    return ",".join(f"{one}={str(_is_good(one, name, values)).lower()}" for one in values if float(one) != middle)
+    graded = [one for one in values if number_in(one) != middle]
+    return (";" if any("," in one for one in graded) else ",").join(
+        f"{one}={str(_is_good(one, name, values)).lower()}" for one in graded
+    )
 
 
 def ratings_without_meaning(table: Table) -> tuple[str, str] | None:
@@ -267,6 +280,8 @@ def label_values(table: Table) -> dict[str, bool | None]:
 
 def pairing_advice(table: Table) -> str | None:
     """Return how rows with one answer each become pairs, by their ratings or labels; None where they have two."""
+    if (scored := scored_answers_advice(table)) is not None:
+        return scored
     column_of, marked = table.roles("labelled"), labels_in_words(table)
     answer, name = column_of.get("completion"), column_of.get("label")
     name = next((one for one in table.columns if is_rating(one, table)), name)
@@ -294,6 +309,33 @@ def pairing_advice(table: Table) -> str | None:
         "pairs = pairs[['chosen', 'rejected']].rename_axis('prompt').reset_index()",
     ]
     return f"{one_answer}. Pair rows of one prompt by {name!r}:\n{_recipe(table.file, name, lines)}"
+
+
+def scored_answers_advice(table: Table) -> str | None:
+    """Return how rows with two answers and a rating of each become pairs; None for others."""
+    prompt = table.roles("prompts").get("prompt")
+    ratings = {_end(name): name for name in table.columns if is_rating(name, table)}
+    others = [name for name in table.columns if name not in (prompt, *ratings.values())]
+    answers = [name for name in others if set(ANSWERED) & set(words_of(name))]
+    scored = [(name, ratings[end]) for name in answers if (end := _end(name)) in ratings]
+    if prompt is None or len(scored) != 2 or scored[0][1] == scored[1][1]:
+        return None
+    (one, its_rating), (other, other_rating) = scored
+    lines = [
+        f"marks = rows[[{its_rating!r}, {other_rating!r}]].replace(',', '.', regex=True)",
+        "first, second = marks.apply(pandas.to_numeric, errors='coerce').T.values",
+        f"chosen = rows[{one!r}].where(first > second, rows[{other!r}])",
+        f"rejected = rows[{other!r}].where(first > second, rows[{one!r}])",
+        f"pairs = rows[[{prompt!r}]].set_axis(['prompt'], axis=1).assign(chosen=chosen, rejected=rejected)",
+        "pairs = pairs[(first > second) | (first < second)]   # left out: equal ratings, and none",
+    ]
+    problem = f"{its_rating!r} and {other_rating!r} rate {one!r} and {other!r}"
+    return f"{problem}. Make pairs of the better and the worse one, for dpo:\n{_recipe(table.file, its_rating, lines)}"
+
+
+def _end(name: str) -> str:
+    """Return the last word or number of a column's name."""
+    return plain(name).rpartition(" ")[2]
 
 
 def second_answer_advice(table: Table) -> str:

@@ -90,9 +90,10 @@ def new(
 
     named = partial(_named_model, memory)
     plan.model = named(model) if model else ask("Which model? A hub id or a folder", MODEL, "--model", named)
-    plan.notes += _unread_notes(plan)
+    first = len(plan.notes)
     _fit_model(plan, output)
     leave_out_empty(plan, output)
+    plan.notes[first:first] = _unread_notes(plan)  # which ask for the filter that was written
     plan.notes += repeated_notes(plan)
     write(plan, output)
 
@@ -165,12 +166,16 @@ def propose(table: Table, winner: Preference | None = None) -> tuple[str, str]:
         return "kto", f"{marked[0]!r} marks {labelled['completion']!r} as good or bad: kto"
     if "label" in named and "completion" in labelled:
         return "kto", f"'{labelled['label']}' is named as the mark of '{labelled['completion']}': kto"
+    if (scored := feedback.scored_answers_advice(table)) is not None:
+        raise UserError(f"{table.file}: {scored}\n`--method sft` trains on one of the answers, whatever its rating.")
     if reads_text:
         why = "these look like answers as they should be: sft (grpo, if answers can be scored)"
         return "sft", why + feedback.second_answer_advice(table)
     if "prompt" in table.roles("prompts"):
         texts = [name for name in table.varied_texts() if name != table.roles("prompts")["prompt"]]
         also = f"; if {texts[0]!r} holds answers to imitate: {table.ask_for('text')}" if texts else ""
+        if len(texts) == 2:
+            also += f"; if {texts[0]!r} and {texts[1]!r} are a better and a worse answer: {table.ask_for('pairs')}"
         return "grpo", f"there are prompts without answers: grpo, with a reward function of yours{also}"
     raise unrecognised(table)
 
@@ -269,10 +274,10 @@ def _unread_notes(plan: Plan) -> list[str]:
     notes = [f"not read by {plan.method}: {', '.join(unread)}"] if unread else []
     if plan.method != "sft":
         return notes
-    ratings = [name for name in unread if feedback.is_rating(name, plan.table)]
-    notes += [feedback.rating_advice(name, plan.table) for name in ratings[:1]]
+    ratings, written = [name for name in unread if feedback.is_rating(name, plan.table)], plan.entry.get("filter")
+    notes += [feedback.rating_advice(name, plan.table, written) for name in ratings[:1]]
     if (marked := feedback.labels_in_words(plan.table)) is not None:
-        notes.append(feedback.label_advice(*marked))
+        notes.append(feedback.label_advice(*marked, written))
     return notes
 
 
@@ -293,10 +298,13 @@ def _fit_model(plan: Plan, output: Path) -> None:
     """Read the tokenizer for the template and for lengths, and choose the keys with which training fits in memory."""
     from upweight.config import parse_config
     from upweight.log import quiet_transformers
+    from upweight.models.hub import is_offline
     from upweight.models.load import load_model_config
     from upweight.models.tokenizer import load_tokenizer
 
     quiet_transformers()
+    if not Path(plan.model).is_dir():
+        is_offline(is_told=False)  # asked here, since the line about a missing model says why
     config: Config = parse_config(content(plan), folder=output.resolve().parent)
     try:
         tokenizer = load_tokenizer(config.model)

@@ -26,7 +26,8 @@ WHOLE_CONFIG: tuple[Rule, ...] = (
 )  # fmt: skip
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch, rollout.without_effect, model.without_effect, training.without_effect,
-    training.unusual_rate, training.single_answers, ebft.ebft_keys_without_effect, distill.without_effect,
+    training.unusual_rate, training.single_answers, training.long_warmup, ebft.ebft_keys_without_effect,
+    distill.without_effect,
 )  # fmt: skip
 WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, keys.switched_off, training.without_evaluation)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from math import ceil
 from pathlib import PurePath
 from typing import Any
 
@@ -23,7 +24,8 @@ PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
 )  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"  # kinds of values in SCHEDULE_ARGS
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
-FAR = 1000  # times the method's learning rate, beyond which a model is ruined or does not move
+LONG_WARMUP = 0.5  # of all steps: a longer warm-up is no beginning
+FAR = 1000  # times the method's learning rate, from which on a model is ruined or does not move
 MOST_RATE = 5e-3  # beyond which a pretrained model is ruined by any method
 
 
@@ -290,6 +292,32 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"{keys[0]}: no effect with 'lr_scheduler: {config.optim.scheduler}', which has no warm-up"
 
 
+def long_warmup(config: Config) -> Iterator[str]:
+    """Warn about a warm-up that is most of a run, where the config says so without its data."""
+    optim, steps = config.optim, max(config.optim.max_steps or 0, 0)  # a script has -1 for none
+    key = "warmup_ratio" if optim.warmup_steps is None else "warmup_steps"
+    length = (optim.warmup_ratio if optim.warmup_steps is None else optim.warmup_steps) or 0
+    is_share = key == "warmup_ratio" or length < 1
+    if optim.scheduler in WITHOUT_WARMUP or is_path(optim.scheduler) or not (steps or is_share):
+        return
+    if steps and warmup_is_long(warmup := ceil(length * steps) if is_share else int(length), steps):
+        yield f"{key}: {warmup_text(warmup, steps, key)}"
+    elif not steps and length > LONG_WARMUP:
+        yield f"{key}: warm-up takes {length:.0%} of all steps, in which the learning rate rises from 0. Lower it."
+
+
+def warmup_is_long(warmup: int, steps: int) -> bool:
+    """Return whether most steps of a run are warm-up."""
+    return warmup > steps * LONG_WARMUP
+
+
+def warmup_text(warmup: int, steps: int, key: str = "warmup_steps") -> str:
+    """Return what a long warm-up does to a run, and the remedy."""
+    reached = "and never reaches its peak" if warmup >= steps else f"and reaches its peak at step {warmup + 1}"
+    rises = f"the learning rate rises from 0 {reached}"
+    return f"warm-up takes {warmup} of {steps} steps: {rises}. Set '{key}: 0', or train for more steps."
+
+
 def without_evaluation(config: Config) -> Iterator[str]:
     """Warn about evaluation keys without evaluation data."""
     keys = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.set_keys.get(key)]
@@ -305,7 +333,7 @@ def unusual_rate(config: Config) -> Iterator[str]:
         return
     if config.model.base_model is None:  # arguments of a script, before its trainer knows whether there is an adapter
         return
-    if method.learning_rate / FAR <= rate <= min(method.learning_rate * FAR, MOST_RATE):
+    if method.learning_rate / FAR < rate < method.learning_rate * FAR and rate <= MOST_RATE:
         return
     low, high = (method.learning_rate * factor for factor in ((1, 100) if kind else (0.1, 10)))
     which, effect = ("above", "ruins a model") if rate > high else ("below", "hardly moves a model")
@@ -327,3 +355,8 @@ def _short(rate: float) -> str:
     """Return a learning rate as it is written, 1e-5."""
     digits, _, exponent = f"{rate:.0e}".partition("e")
     return f"{digits}e{int(exponent)}"
+
+
+def harmful_settings(config: Config) -> list[str]:
+    """Return the warnings about settings that spoil a run, in place of doing nothing."""
+    return [text for rule in (unusual_rate, single_answers, long_warmup) for text in rule(config)]

@@ -46,7 +46,7 @@ from upweight.data.sources.text_files import LineFile
 from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
-from upweight.models.hub import is_offline
+from upweight.models.hub import is_offline, why_offline
 from upweight.row_rules import select_from_entry
 
 ROWS_PER_DIGEST = 1000  # rows at a time
@@ -272,8 +272,8 @@ def _open_sources(entry: DatasetSpec, name: str | None, where: str, folder: Path
     if is_offline():
         fetched = f"`hf download {path} --repo-type dataset --local-dir FOLDER`"
         offline = (
-            " The hub is not asked: it is switched off (HF_HUB_OFFLINE) or cannot be reached. Get the dataset where "
-            f"there is a network ({fetched}), bring the folder, and name it with `path`."
+            f" The hub is not asked ({why_offline()}). Get the dataset where there is a network ({fetched}), bring the "
+            "folder, and name it with `path`."
         )
     try:
         options = {"name": name, "revision": entry.revision, "data_files": entry.data_files}

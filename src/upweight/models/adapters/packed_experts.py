@@ -18,8 +18,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from upweight.errors import UserError
-from upweight.models.kernels.expert_lora import run_packed_experts
-from upweight.models.kernels.grouped_experts import UNUSUAL, WEIGHTS
+from upweight.models.kernels.experts.grouped import UNUSUAL, WEIGHTS
+from upweight.models.kernels.experts.lora import run_packed_experts
 from upweight.models.kernels.packed_product import has_packed_experts, is_packed, unpacked
 from upweight.models.modules import wrap_forward
 

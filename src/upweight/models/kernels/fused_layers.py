@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from upweight.models.kernels.lora_linear import (
     few_rows,
     gated,
+    gated_output,
+    has_gated_adapters,
     is_few,
     is_half_inference,
     is_known_linear,
@@ -32,12 +34,15 @@ Tensors = list[Tensor]
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Run the RMS norms, SwiGLU blocks and query, key and value projections of a model on a GPU as fused kernels."""
+    """Run the RMS norms, SwiGLU blocks and query, key and value projections of a model on a GPU as fused kernels.
+
+    Blocks with adapters are one node on any device.
+    """
     fuse_projections(model)
     forms: dict[type, Callable[..., Tensor] | None] = {}
     for module in model.modules():
         weight = next(module.parameters(), None)
-        if weight is None or not weight.is_cuda or "forward" in vars(module):
+        if weight is None or not (weight.is_cuda or has_gated_adapters(module)) or "forward" in vars(module):
             continue
         if type(module) not in forms:
             forms[type(module)] = next((form for form in (_norm, _gated_mlp) if same_output(module, form)), None)
@@ -92,6 +97,8 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
     """Compute down(silu(gate(x)) * up(x))."""
+    if (out := gated_output(self, x)) is not None:
+        return out
     if (product := gated_product(x, self.gate_proj, self.up_proj)) is not None:
         return self.down_proj(product)
     gate, up = self.gate_proj(x), self.up_proj(x)

@@ -102,6 +102,28 @@ def _silu_kernel(gate_at, up_at, out_at, count, BLOCK: tl.constexpr):
     tl.store(out_at + at, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), mask=at < count)
 
 
+def silu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return silu(gate) * up and the gradients of gate and up, written over grad, gate and up."""
+    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+    grid = (triton.cdiv(gate.numel(), 1024),)
+    launch(_silu_gradients_kernel, grid, gate, up, grad, gate.numel(), BLOCK=1024, num_warps=4)
+    return grad, gate, up
+
+
+@triton.jit
+def _silu_gradients_kernel(gate_at, up_at, grad_at, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_at + at, mask=at < count, other=0.0).to(tl.float32)
+    up = tl.load(up_at + at, mask=at < count, other=0.0).to(tl.float32)
+    grad = tl.load(grad_at + at, mask=at < count, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    on_gate, on_up = grad * up * (share * (1 + gate * (1 - share))), grad * (gate * share)
+    dtype = grad_at.dtype.element_ty
+    tl.store(grad_at + at, (gate * share * up).to(dtype), mask=at < count)
+    tl.store(gate_at + at, on_gate.to(dtype), mask=at < count)
+    tl.store(up_at + at, on_up.to(dtype), mask=at < count)
+
+
 @triton.jit(do_not_specialize=["count", "square_tiles"])
 def _gated_kernel(
     x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, gate_scale, up_scale, out_at, count, width, depth,

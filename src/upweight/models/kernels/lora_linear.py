@@ -1,5 +1,9 @@
-"""The product of a frozen linear layer with its LoRA adapter, and the choice of kernel by the number of rows."""
+"""Products of frozen linear layers with their LoRA adapters, of one layer or of a gated block as one node.
 
+Kernels are chosen by the number of rows.
+"""
+
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -11,14 +15,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from upweight.models.kernels.packed_product import dense, dtype_of, is_packed
-from upweight.models.kernels.recompute import empty
+from upweight.models.kernels.recompute import draws, empty, is_unread, note_output
 from upweight.models.kernels.tiles import most_rows
+from upweight.models.modules import GATED_PROJECTIONS
 
 if torch.cuda.is_available() and find_spec("triton"):
     from upweight.models.kernels import gated
     from upweight.models.kernels import linear as few_rows
 else:
     few_rows = gated = None  # without Triton, products of few rows run through torch
+
+GATED_ROWS = 512  # whose gradients torch computes at a time where there is no kernel for them
 
 
 def is_few(x_ND: Tensor, width: int) -> bool:
@@ -102,9 +109,135 @@ class LowRankLinear(torch.autograd.Function):
         return None, None, None, grad_x, None, grad_down, grad_up
 
 
-def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+class LowRankGated(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)) of three frozen layers without bias, each with an adapter, as one node.
+
+    It keeps the outputs of gate and up, over which backward writes: three tensors of the block's width exist at most.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scalings: list[float], unread: bool, x_ND: Tensor, *tensors: Tensor) -> Tensor:
+        """`tensors`: weights, then `down` and `up` of the adapters; `unread`: nothing reads the output."""
+        weights, downs, ups = tensors[:3], tensors[3:6], tensors[6:]
+        both_downs = torch.cat(downs[:2])  # which read the same rows
+        narrows = F.linear(x_ND, both_downs)
+        gate, up = map(_adapted, (x_ND, x_ND), weights, _parts(narrows, downs), ups, scalings)
+        if unread:
+            narrow, out = None, empty((len(x_ND), len(ups[2])), x_ND)
+        else:
+            product = silu_product(gate, up)
+            narrow = F.linear(product, downs[2])
+            out = _adapted(product, weights[2], narrow, ups[2], scalings[2])
+        plain = [None if is_packed(weight) else weight for weight in weights]
+        ctx.save_for_backward(x_ND, gate, up, narrows, narrow, both_downs, *downs, *ups, *plain)
+        ctx.packed = [weight if is_packed(weight) else None for weight in weights]
+        ctx.scalings, ctx.ran = scalings, False
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        if ctx.ran or torch.is_grad_enabled():  # by `retain_graph` or `create_graph`
+            raise RuntimeError("backward through a gated block runs once, without a graph: compute the loss again")
+        ctx.ran, (grad,), scalings = True, grad_outputs, ctx.scalings
+        x_ND, gate, up, narrows, narrow, both_downs, *rest = ctx.saved_tensors
+        downs, ups = rest[:3], rest[3:6]
+        weights = [kept if packed is None else packed for kept, packed in zip(rest[6:], ctx.packed, strict=True)]
+        grad_narrow = _scaled_product(grad, ups[2], scalings[2])
+        product = (grad @ dense(weights[2])).addmm_(grad_narrow, downs[2])  # its gradient, over which it is written
+        product, on_gate, on_up = gated_gradients(gate, up, product)
+        narrow = F.linear(product, downs[2]) if narrow is None else narrow
+        on_last = [grad_narrow.t() @ product, _scaled_product(grad.t(), narrow, scalings[2])]
+        del product
+        grad_narrows = torch.empty_like(narrows)
+        for each, wide, scaling, out in zip(
+            (on_gate, on_up), ups[:2], scalings[:2], _parts(grad_narrows, downs), strict=True
+        ):
+            _scaled_product(each, wide, scaling, out=out)
+        grad_x = None
+        if ctx.needs_input_grad[2]:
+            grad_x = (on_gate @ dense(weights[0])).addmm_(on_up, dense(weights[1])).addmm_(grad_narrows, both_downs)
+        on_downs = (grad_narrows.t() @ x_ND).split([len(down) for down in downs[:2]])
+        on_ups = [
+            _scaled_product(each.t(), part, scaling)
+            for each, part, scaling in zip((on_gate, on_up), _parts(narrows, downs), scalings[:2], strict=True)
+        ]
+        return None, None, grad_x, None, None, None, *on_downs, on_last[0], *on_ups, on_last[1]
+
+
+def gated_output(block: Any, x: Tensor) -> Tensor | None:
+    """Return a gated block's output by one node; None where its layers are not plain with one plain adapter each."""
+    layers = [getattr(block, name) for name in GATED_PROJECTIONS]
+    if torch.compiler.is_compiling() or not all(map(_adds_in_place, layers)):
+        return None
+    x_ND = x.reshape(-1, x.shape[-1])
+    parts = [plain_adapter(layer, x_ND) for layer in layers]
+    plain = [part for part in parts if part is not None and part[1] is None]
+    if len(plain) < len(layers) or is_few(x_ND, layers[0].out_features):
+        return None
+    weights, _, downs, ups, scalings = map(list, zip(*plain, strict=True))
+    last = layers[-1]
+    out = LowRankGated.apply(scalings, is_unread(last), x_ND, *weights, *downs, *ups)
+    assert isinstance(out, Tensor)
+    note_output(last, out)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def has_gated_adapters(block: nn.Module) -> bool:
+    """Return whether a block in host memory has the layers of a gated block, whole and each with an adapter."""
+    layers: list[Any] = [getattr(block, name, None) for name in GATED_PROJECTIONS]
+    if not all(_adds_in_place(layer) for layer in layers) or draws(block):
+        return False
+    weights = [layer.get_base_layer().weight for layer in layers]
+    shapes = [(layer.out_features, layer.in_features) for layer in layers]
+    return all(
+        weight.device.type == "cpu" and (is_packed(weight) or weight.shape == shape)  # a shard has another
+        for weight, shape in zip(weights, shapes, strict=True)
+    )
+
+
+def _adds_in_place(layer: Any) -> bool:
+    """Return whether a layer has an adapter that is added inside its product, and nothing watches its calls.
+
+    ZeRO-3 gathers a weight that is read, for the module that is called then.
+    """
+    if not isinstance(layer, LoraLayer) or "_stock_forward" not in vars(layer):
+        return False
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    weight = dict.get(layer.get_base_layer()._parameters, "weight")  # not by its name, which would gather it
+    return not any(vars(layer)[name] for name in hooks) and not hasattr(weight, "ds_id")
+
+
+def _adapted(x_ND: Tensor, weight: Tensor, narrow: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """Return x W' + scaling * narrow B'."""
+    return F.linear(x_ND, dense(weight)).addmm_(narrow, up.t(), alpha=scaling)
+
+
+def _parts(narrows: Tensor, downs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return what belongs to gate, and what to up."""
+    return narrows.split([len(down) for down in downs[:2]], 1)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up, on a GPU in one kernel."""
+    return gated.silu_product(gate, up) if gated is not None and gate.is_cuda else F.silu(gate) * up
+
+
+def gated_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return silu(gate) * up and the gradients of gate and up, written over grad, gate and up."""
+    if gated is not None and gate.is_cuda:
+        return gated.silu_gradients(gate, up, grad)
+    for one, other, of_product in zip(*(tensor.split(GATED_ROWS) for tensor in (gate, up, grad)), strict=True):
+        silu, on_silu = F.silu(one), of_product * other
+        one.copy_(torch.ops.aten.silu_backward(on_silu, one))
+        product = torch.mul(silu, other, out=on_silu)
+        torch.mul(of_product, silu, out=other)
+        of_product.copy_(product)
+    return grad, gate, up
+
+
+def _scaled_product(left: Tensor, right: Tensor, scaling: float, out: Tensor | None = None) -> Tensor:
     """Return scaling * left @ right, where the product itself scales: no launch more, and no rounding before it."""
-    return torch.addmm(_nothing(left.dtype, left.device), left, right, beta=0, alpha=scaling)
+    return torch.addmm(_nothing(left.dtype, left.device), left, right, beta=0, alpha=scaling, out=out)
 
 
 @cache

@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from upweight.errors import UserError
-from upweight.models.kernels.grouped_experts import WEIGHTS
+from upweight.models.kernels.experts.grouped import WEIGHTS
 from upweight.models.precision import Sharding
 
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")  # of PEFT, in paths

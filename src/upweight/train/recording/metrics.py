@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from upweight.files import write_text
 from upweight.runs.files import METRICS, metrics_of
@@ -23,6 +23,17 @@ SIDES = {"rewards/chosen", "rewards/rejected"}
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which metrics are summed on a device; Apple's has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def loss_without_steps(logs: Mapping[str, float], state: TrainerState, resumed_at: int) -> dict[str, float]:
+    """Return the mean loss that was logged before, for a resume that trained no step; NaN where none was."""
+    if "train_loss" not in logs or state.global_step > resumed_at:
+        return {}
+    total, counted = 0.0, 0
+    for entry in state.log_history:
+        if "loss" in entry:
+            total, counted = total + entry["loss"] * (entry["step"] - counted), entry["step"]
+    return {"train_loss": total / counted if counted else math.nan}
 
 
 class Meters:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from accelerate import PartialState
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from upweight.callbacks import CallbackSection
 from upweight.config import Config
@@ -142,7 +142,7 @@ def recording(
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
         record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
-    _warn_of_changed_arguments(objects)
+    _warn_of_changed_arguments(objects, trainer)
     show_metrics_in_notebook(trainer)
     before, trainer.between_batches = trainer.between_batches, partial(stop.leave_evaluation, trainer)
     for callback in callbacks:
@@ -183,20 +183,29 @@ def _errors_in_short(stop: StopOnSignal, objects: Objects) -> Iterator[None]:
         stop.restore()
 
 
-def _warn_of_changed_arguments(objects: Objects) -> None:
+def _changed_on_trainer(trainer: Any) -> list[str]:
+    """Return the method's arguments that a script has set on `trainer` or in `trainer.args` since it was made."""
+    args, (before, attributes) = trainer.args, trainer.made_with
+    general = {one.name for one in dataclasses.fields(TrainingArguments)}  # of which the loop reads some while it runs
+    own = [one.name for one in dataclasses.fields(args) if one.name not in general]
+    in_args = [name for name in own if getattr(args, name) != before[name]]
+    return in_args + [name for name in own if name in vars(trainer) and name not in attributes]
+
+
+def _warn_of_changed_arguments(objects: Objects, trainer: Any) -> None:
     """Warn where a script changed arguments of its trainer after it was made, which reads them then."""
-    if names := ", ".join(objects.changed_arguments()):
+    if names := ", ".join(dict.fromkeys([*objects.changed_arguments(), *_changed_on_trainer(trainer)])):
         problem = "changed after the trainer was made, which reads them then: no effect"
         logger.warning("warning: args: %s %s; make the trainer again", names, problem)
 
 
 def _warn_if_finished_before(state: Any, checkpoint: Path | None, objects: Objects) -> None:
-    """Warn where a script resumed a run that has no step left, whose returned loss is that of no step."""
+    """Warn where a script resumed a run that has no step left."""
     if not objects.from_script or checkpoint is None:
         return
     if state.global_step == step_of(checkpoint) and state.global_step >= state.max_steps:
-        done = f"this run is finished (step {state.global_step} of {state.max_steps}), and nothing was trained"
-        logger.warning("warning: %s; raise max_steps or num_train_epochs to go on", done)
+        done = f"this run is finished (step {state.global_step} of {state.max_steps}), and nothing was left to train"
+        logger.warning("warning: %s: its loss is returned; raise max_steps or num_train_epochs to go on", done)
 
 
 def named_verdicts(folder: Path) -> str:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.config.resolve import memory_settings
-from upweight.config.rules.training import WITHOUT_WARMUP
+from upweight.config.rules.training import WITHOUT_WARMUP, long_warmup, warmup_is_long, warmup_text
 from upweight.data.units import units_of
 from upweight.errors import UserError
 from upweight.log import counted, logger
@@ -20,7 +20,6 @@ from upweight.models.modules import unwrap_peft
 from upweight.runs.files import METRICS
 from upweight.train.distributed.deepspeed import without_zero3
 
-SHORTER_WARMUP = "Set 'warmup_steps: 0', or train for more steps."
 ROWS_MEASURED = 64  # of the training rows, for the tokens of a step
 
 
@@ -37,12 +36,8 @@ class StartSummary(TrainerCallback):
             for name, text in summary(self.config, self.trainer, state, self.memory):
                 logger.info("%-8s %s", name, text)
             steps, warmup = state.max_steps, _warmup_steps(self.trainer, state.max_steps)
-            if warmup > steps / 2:
-                reached = (
-                    "and never reaches its peak" if warmup >= steps else f"and reaches its peak at step {warmup + 1}"
-                )
-                rises = f"the learning rate rises from 0 {reached}"
-                logger.warning("warning: warm-up takes %d of %d steps: %s. %s", warmup, steps, rises, SHORTER_WARMUP)
+            if warmup_is_long(warmup, steps) and not any(long_warmup(self.config)):  # which has been said
+                logger.warning("warning: %s", warmup_text(warmup, steps))
 
 
 def summary(config: Config, trainer: Any, state: Any, memory: str) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from upweight.errors import UserError
-from upweight.models.kernels.grouped_experts import ALIGNED, WEIGHTS, LowRank, is_groupable, run_experts, runs_grouped
+from upweight.models.kernels.experts.grouped import ALIGNED, WEIGHTS, LowRank, is_groupable, run_experts, runs_grouped
 from upweight.models.kernels.packed_product import has_packed_experts
 from upweight.models.modules import wrap_forward
 

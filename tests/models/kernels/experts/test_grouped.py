@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tiny_models import drawn, gradients, relative_difference, sample, tiny
 from upweight.engine import Engine
 from upweight.engine.packing import build_batch
-from upweight.models.kernels import grouped_experts
-from upweight.models.kernels.grouped_experts import group_experts
+from upweight.models.kernels.experts import grouped
+from upweight.models.kernels.experts.grouped import group_experts
 from upweight.types import Unit
 
 KINDS = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "deepseek_v3"]
@@ -35,7 +35,7 @@ def outputs(model, rows=2, length=9):
 
 
 def experts_of(model):
-    return [module for module in model.modules() if grouped_experts.is_groupable(module)]
+    return [module for module in model.modules() if grouped.is_groupable(module)]
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -181,7 +181,7 @@ def test_rows_that_grouped_products_do_not_take_run_one_expert_after_the_other(c
 
 
 def test_what_is_used_of_transformers_is_still_there():
-    assert grouped_experts._grouped_mm is not None
-    assert grouped_experts._DEFAULT_GATE is not None
-    assert all(map(grouped_experts._has_plain_gate, experts_of(tiny("qwen3_moe", num_hidden_layers=1))))
-    assert not any(map(grouped_experts._has_plain_gate, experts_of(tiny("gpt_oss", num_hidden_layers=1))))
+    assert grouped._grouped_mm is not None
+    assert grouped._DEFAULT_GATE is not None
+    assert all(map(grouped._has_plain_gate, experts_of(tiny("qwen3_moe", num_hidden_layers=1))))
+    assert not any(map(grouped._has_plain_gate, experts_of(tiny("gpt_oss", num_hidden_layers=1))))

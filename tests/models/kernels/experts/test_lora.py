@@ -5,8 +5,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tiny_models import gradients, relative_difference, tiny
-from upweight.models.kernels.expert_lora import add_expert_adapters
-from upweight.models.kernels.grouped_experts import group_experts
+from upweight.models.kernels.experts.grouped import group_experts
+from upweight.models.kernels.experts.lora import add_expert_adapters
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 

@@ -5,8 +5,8 @@ gathered by the inverse order and summed, not added one by one (`index_put`), an
 with the gate, where rows are narrow, before the second product.
 """
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,11 @@ from transformers.integrations import moe
 from upweight.log import warn_once
 from upweight.models.kernels.packed_product import is_packed, packed_product
 from upweight.models.modules import wrap_forward
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.models.kernels.experts import passes
+else:
+    passes = None  # without Triton, each pass is several operators of torch
 
 _grouped_mm = getattr(moe, "_grouped_mm", None)  # of transformers: (rows sorted by expert, weights, ends of the groups)
 _DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)  # act(gate) * up for the two halves of a row
@@ -91,7 +96,7 @@ def run_experts(
     routes = sorted_routes(index_NK, experts.num_experts)
 
     def project(x_SD: Tensor, name: str) -> Tensor:
-        out_SD = _base_product(x_SD, getattr(experts, name), routes.ends_X, experts.is_transposed)
+        out_SD = _base_product(x_SD, experts, name, routes.ends_X)
         if name in adapters:
             down_XDR, up_XRD, scaling = adapters[name]
             narrow_SR = grouped_product(x_SD, down_XDR, routes.ends_X) * scaling
@@ -125,10 +130,44 @@ def grouped_product(x_SD: Tensor, weight_XDF: Tensor, ends_X: Tensor) -> Tensor:
     return _grouped_mm(x_SD, weight_XDF, ends_X)
 
 
-def _base_product(x_SD: Tensor, weight_X: Tensor, ends_X: Tensor, is_transposed: bool) -> Tensor:
+def _base_product(x_SD: Tensor, experts: Any, name: str, ends_X: Tensor) -> Tensor:
+    """Return the product of rows with one of the weights of experts."""
+    weight_X, is_transposed = getattr(experts, name), experts.is_transposed
     if is_packed(weight_X):
         return packed_product(grouped_product, x_SD, weight_X, ends_X, is_transposed=is_transposed)
-    return grouped_product(x_SD, weight_X if is_transposed else weight_X.transpose(-2, -1), ends_X)
+    master = experts._parameters[name]
+    copied = master is not weight_X and master.requires_grad and torch.is_grad_enabled()
+    if copied and _kernels(x_SD) is not None and x_SD.dtype == weight_X.dtype:
+        return _CopiedProduct.apply(x_SD, weight_X.detach(), master, (ends_X, is_transposed))
+    return grouped_product(x_SD, _inputs_first(weight_X, is_transposed), ends_X)
+
+
+def _inputs_first(weight_X: Tensor, is_transposed: bool) -> Tensor:
+    return weight_X if is_transposed else weight_X.transpose(-2, -1)
+
+
+class _CopiedProduct(torch.autograd.Function):
+    """The product of rows with the compute copy of a weight, whose gradient goes to the float32 master directly."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, copy_X: Tensor, master_X: Tensor, groups: tuple[Tensor, bool]) -> Tensor:
+        """`groups`: where the rows of each expert end, and whether weights have their inputs before their outputs."""
+        ends_X, is_transposed = groups
+        ctx.save_for_backward(x_SD, copy_X, ends_X)
+        ctx.is_transposed = is_transposed
+        return grouped_product(x_SD, _inputs_first(copy_X, is_transposed), ends_X)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x_SD, copy_X, ends_X = ctx.saved_tensors
+        grad_SF = grads[0].contiguous()
+        on_x = on_master = None
+        if ctx.needs_input_grad[0]:
+            on_x = grouped_product(grad_SF, _inputs_first(copy_X, not ctx.is_transposed), ends_X)
+        if ctx.needs_input_grad[2]:
+            sides = (x_SD, grad_SF) if ctx.is_transposed else (grad_SF, x_SD)
+            on_master = _kernels(x_SD).weight_gradient(*sides, ends_X)
+        return on_x, None, on_master, None
 
 
 def _has_plain_gate(experts: Any) -> bool:
@@ -163,7 +202,7 @@ def _weighted_gate(both_SF: Tensor, weight_NK: Tensor, routes: Routes) -> Tensor
     """Return silu(gate) * up * weight for rows of gate and up."""
     weight_S = _sorted_weights(weight_NK, routes)
     if _is_plain():
-        return _run_fused(_silu_product, both_SF, weight_S)
+        return _gate(both_SF, weight_S)
     return _WeightedGate.apply(both_SF, weight_S)
 
 
@@ -172,7 +211,17 @@ def _is_plain() -> bool:
     return torch.compiler.is_compiling() or not torch.is_grad_enabled()
 
 
+def _kernels(values: Tensor) -> Any:
+    """Return our kernels for passes over these rows; None where torch's operators have to do them."""
+    if passes is None or not values.is_cuda or values.dtype == torch.float64:
+        return None
+    # Kernels are loaded as they first run, which is not allowed while a graph is captured.
+    return None if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing() else passes
+
+
 def _sum_by_token(row_SD: Tensor, inverse_S: Tensor, top_k: int) -> Tensor:
+    if (kernels := _kernels(row_SD)) is not None:
+        return kernels.sum_by_token(row_SD.contiguous(), inverse_S, top_k)
     return row_SD.index_select(0, inverse_S).view(-1, top_k, row_SD.shape[1]).sum(1)
 
 
@@ -210,19 +259,23 @@ class _WeightedGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both_SF: Tensor, weight_S: Tensor) -> Tensor:
         ctx.save_for_backward(both_SF, weight_S)
-        return _run_fused(_silu_product, both_SF, weight_S)
+        return _gate(both_SF, weight_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _run_fused(_silu_gradients, grads[0], *ctx.saved_tensors)
+        return _gate_gradients(grads[0], *ctx.saved_tensors)
 
 
-def _silu_product(both_SF: Tensor, weight_S: Tensor) -> Tensor:
+def _gate(both_SF: Tensor, weight_S: Tensor) -> Tensor:
+    if (kernels := _kernels(both_SF)) is not None:
+        return kernels.weighted_gate(both_SF.contiguous(), weight_S.contiguous())
     gate, up = _wide(both_SF).chunk(2, -1)
     return (F.silu(gate) * up * weight_S[:, None]).to(both_SF.dtype)
 
 
-def _silu_gradients(grad_SF: Tensor, both_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_gradients(grad_SF: Tensor, both_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor]:
+    if (kernels := _kernels(both_SF)) is not None:
+        return kernels.gate_gradients(grad_SF.contiguous(), both_SF.contiguous(), weight_S.contiguous())
     gate, up = _wide(both_SF).chunk(2, -1)
     share, grad = torch.sigmoid(gate), _wide(grad_SF)
     silu = gate * share
@@ -234,14 +287,3 @@ def _silu_gradients(grad_SF: Tensor, both_SF: Tensor, weight_S: Tensor) -> tuple
 
 def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _run_fused(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Call a function of rows; on a GPU as one kernel, which cannot be compiled while a graph is captured."""
-    eager = torch.compiler.is_compiling() or not tensors[0].is_cuda or torch.cuda.is_current_stream_capturing()
-    return (function if eager else _compiled(function))(*tensors)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
