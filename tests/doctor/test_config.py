@@ -151,6 +151,9 @@ def test_a_model_that_is_too_large_is_told_before_it_is_loaded(tmp_path):
     assert "'adapter: qlora'" in lean
     assert not [key for key in ("'adapter: lora'", "'memory: lean'") if key in lean]
     assert "upweight fits CONFIG" in checked.remedy
+    keys = {"rl": "distill", "trl": None, "distill": {"teacher": str(large)}}
+    taught = write_online(tmp_path, write_model(tmp_path / "small"), **keys)
+    assert "; 'distill.teacher_load_in_4bit: true' or a smaller 'distill.teacher'; " in found(taught)["memory"].remedy
 
 
 def test_the_server_has_to_answer_and_to_serve_the_model_with_room(model_folder, tmp_path):

@@ -137,10 +137,9 @@ def _remedies(config: Config) -> str:
     there["'memory: lean'"] = config.optim.memory == "lean"
     rest = [one for one in LESS_MEMORY.split("; ") if not any(is_set and key in one for key, is_set in there.items())]
     if teacher_bytes(config):
-        quantised = config.teacher.load_in_4bit or config.teacher.load_in_8bit
-        rest.insert(
-            1, ("" if quantised else "'distill.teacher_load_in_4bit: true' or ") + "a smaller 'distill.teacher'"
-        )
+        is_quantised = config.teacher.load_in_4bit or config.teacher.load_in_8bit
+        four_bits = "" if is_quantised else "'distill.teacher_load_in_4bit: true' or "
+        rest.insert(1, f"{four_bits}a smaller 'distill.teacher'")
     return "; ".join(rest)
 
 
