@@ -91,6 +91,11 @@ def test_rules_are_tried_beside_unknown_keys_and_accuse_no_key_that_was_likely_m
     assert all(error.startswith(one) for error, one in zip(errors, found, strict=True))
 
 
+def test_a_mistyped_method_is_the_only_error_of_a_config_that_fits_the_one_that_was_meant():
+    (error,) = errors_of({**WHOLE, "rl": "DPO"})
+    assert error.endswith("got 'DPO'. Did you mean 'dpo'?")
+
+
 def test_resuming_from_the_last_checkpoint_may_be_written_as_for_transformers():
     config = parse({"resume_from_checkpoint": True}, fragment=True)
     assert config.run.auto_resume

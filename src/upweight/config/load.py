@@ -157,7 +157,10 @@ def _suggestion(path: str, value: Any) -> tuple[str, str | None]:
 
 
 def _method_name(flat: dict[str, Any], fragment: bool) -> str:
-    """Return the method of a config; for a fragment without one, the method that reads most of its keys."""
+    """Return the method of a config; where it is mistyped the one that was likely meant, or that reads most keys.
+
+    A fragment without one has the method that reads most of its keys too.
+    """
     rl = flat.get("rl")
     for name, method in METHODS.items():
         if isinstance(rl, str) and rl in (name, path_of(method)):
@@ -165,6 +168,8 @@ def _method_name(flat: dict[str, Any], fragment: bool) -> str:
     for key, method in (("reward_model", "orm"), ("process_reward_model", "prm")):
         if flat.get(key) is True:
             return method
+    if isinstance(rl, str) and (near := closest(rl, METHODS)):
+        return near
     if fragment or rl is not None:
         counts = {name: sum(name in method_keys().get(path, {}) for path in flat) for name in METHODS}
         return max(counts, key=lambda name: (counts[name], name == "sft"))

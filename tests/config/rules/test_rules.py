@@ -135,6 +135,9 @@ BROKEN = {
     "router_aux_loss_coef: reward models": {**WHOLE, "reward_model": True, "router_aux_loss_coef": 0.1},
     "num_labels: a process": {**WHOLE, "process_reward_model": True, "num_labels": 1},
     "chat_template_jinja: missing": {**WHOLE, "chat_template": "jinja"},
+    "datasets[0].roles_to_train: 'asistant' is no usual role. Did you mean 'assistant'?": {
+        **WHOLE, "datasets": [{"path": "d", "type": "chat_template", "roles_to_train": ["asistant"]}],
+    },  # fmt: skip
     "datasets[0].chat_template_jinja: missing": {**WHOLE, "datasets": [{"path": "d", "chat_template": "jinja"}]},
     "test_datasets[0].chat_template_jinja: missing": {
         **WHOLE,

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from upweight.config.config import Config, how_to_choose
 from upweight.config.peers import FORMAT_NAMES
 from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, DataSection, DatasetSpec, UserFormat
-from upweight.errors import did_you_mean
+from upweight.errors import closest, did_you_mean
 from upweight.methods import METHODS
 from upweight.user_modules import local_file
 
 FAMILIES = {name.partition(".")[0] for names in FORMAT_NAMES.values() for name in names}
 SPLIT = re.compile(r"[\w.-]+(\[[^\[\]:]*:[^\[\]:]*\])?(\(\w+\))?")  # as `datasets` reads it
+ROLES = ("assistant", "user", "system", "tool", "developer", "human", "gpt", "model", "function")  # usual ones
 CHAT_KINDS = ("pairs", "labelled", "text", "prompts")  # formats whose plain texts can be made turns
 
 
@@ -37,6 +38,9 @@ def sources(config: Config) -> Iterator[str]:
         if row.as_messages and (isinstance(row.type, str) or config.method.formats() not in CHAT_KINDS):
             problem = "is for rows without a 'type', or with a mapping of columns, of prompts and answers"
             yield f"{key}.as_messages: {problem}. Remove it."
+        for role in row.roles_to_train or ():
+            if role.lower() not in ROLES and (meant := closest(role, ROLES, 0.8)):
+                yield f"{key}.roles_to_train: '{role}' is no usual role. Did you mean '{meant}'?"
         yield from _check_template(f"{key}.", row)
 
 
