@@ -137,7 +137,7 @@ BROKEN = {
     "chat_template_jinja: missing": {**WHOLE, "chat_template": "jinja"},
     "datasets[0].roles_to_train: 'asistant' is no usual role. Did you mean 'assistant'?": {
         **WHOLE, "datasets": [{"path": "d", "type": "chat_template", "roles_to_train": ["asistant"]}],
-    },  # fmt: skip
+    },
     "datasets[0].chat_template_jinja: missing": {**WHOLE, "datasets": [{"path": "d", "chat_template": "jinja"}]},
     "test_datasets[0].chat_template_jinja: missing": {
         **WHOLE,
