@@ -135,10 +135,10 @@ def _base_product(x_SD: Tensor, experts: Any, name: str, ends_X: Tensor) -> Tens
     weight_X, is_transposed = getattr(experts, name), experts.is_transposed
     if is_packed(weight_X):
         return packed_product(grouped_product, x_SD, weight_X, ends_X, is_transposed=is_transposed)
-    master = experts._parameters[name]
-    copied = master is not weight_X and master.requires_grad and torch.is_grad_enabled()
-    if copied and _kernels(x_SD) is not None and x_SD.dtype == weight_X.dtype:
-        return _CopiedProduct.apply(x_SD, weight_X.detach(), master, (ends_X, is_transposed))
+    if torch.is_grad_enabled() and _kernels(x_SD) is not None:
+        master = experts._parameters[name]
+        if master is not weight_X and master.requires_grad and x_SD.dtype == weight_X.dtype:
+            return _CopiedProduct.apply(x_SD, weight_X.detach(), master, (ends_X, is_transposed))
     return grouped_product(x_SD, _inputs_first(weight_X, is_transposed), ends_X)
 
 
