@@ -403,7 +403,7 @@ def test_a_pickle_or_a_damaged_file_is_refused_and_nothing_of_it_runs(file, tmp_
 def test_a_shape_without_the_head_that_is_trained_is_said_as_of_weights(tmp_path):
     tiny("gemma3_text").config.save_pretrained(tmp_path)
     section = ModelSection(base_model=str(tmp_path))
-    with pytest.raises(UserError, match=r"^base_model: could not load the shape of .* name another decoder"):
+    with pytest.raises(UserError, match=r"^base_model: could not load the shape of .* name a decoder"):
         model_without_weights(section, "step_score", config_with_head(section, "step_score"))
 
 

@@ -112,7 +112,7 @@ def load_failures(key: str, source: str, what: str) -> Iterator[None]:
         elif isinstance(error, UnpicklingError):
             remedy = "a file of it is a pickle that holds more than tensors, which is not opened: get it as safetensors"
         elif "Unrecognized configuration class" in text:
-            remedy = "its type has no model with this head: name another decoder, such as a Llama or a Qwen"
+            remedy = "its type has no model with this head (encoder-decoders have none): name a decoder, such as a Qwen"
         elif "does not recognize this architecture" in text:
             remedy = f"transformers {transformers.__version__} does not know its type; a later version may"
         elif Path(source).is_dir():

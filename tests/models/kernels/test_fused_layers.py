@@ -40,6 +40,15 @@ def test_other_norms_and_blocks_do_not(kind: str):
     assert not any(same_output(block, _gated_mlp) for block in modules_of(kind, "MLP"))
 
 
+def test_small_weights_hide_no_other_activation():
+    for kind, is_plain in (("llama", True), ("gemma3_text", False)):
+        for block in modules_of(kind, "MLP"):
+            with torch.no_grad():
+                for weight in block.parameters():
+                    weight.mul_(1e-3)
+            assert same_output(block, _gated_mlp) is is_plain
+
+
 def test_slopes_are_autograds():
     gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     grad = torch.randn(5, 7, dtype=torch.float64)
