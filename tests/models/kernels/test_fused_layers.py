@@ -40,12 +40,13 @@ def test_other_norms_and_blocks_do_not(kind: str):
     assert not any(same_output(block, _gated_mlp) for block in modules_of(kind, "MLP"))
 
 
-def test_small_weights_hide_no_other_activation():
+@pytest.mark.parametrize("factor", [1e-3, 0])
+def test_weights_that_are_small_or_not_there_yet_hide_no_other_activation(factor: float):
     for kind, is_plain in (("llama", True), ("gemma3_text", False)):
         for block in modules_of(kind, "MLP"):
             with torch.no_grad():
                 for weight in block.parameters():
-                    weight.mul_(1e-3)
+                    weight.mul_(factor)
             assert same_output(block, _gated_mlp) is is_plain
 
 

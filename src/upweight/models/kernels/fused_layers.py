@@ -26,9 +26,9 @@ from upweight.models.kernels.lora_linear import (
     is_readable,
     plain_adapter,
 )
-from upweight.models.kernels.packed_product import dense, dtype_of, is_packed
+from upweight.models.kernels.packed_product import dense, is_packed
 from upweight.models.kernels.tiles import FEW_ROWS, MIN_GATED_OUTPUTS
-from upweight.models.modules import GATED_PROJECTIONS
+from upweight.models.modules import GATED_PROJECTIONS, replaced_forwards
 
 Tensors = list[Tensor]
 
@@ -61,28 +61,39 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def same_output(module: Any, form: Callable[..., Tensor]) -> bool:
-    """Return whether a module has the parts that a fused form needs, and the same output on random inputs."""
-    if form is _norm:
-        shapes = [(name, weight.dim()) for name, weight in module.named_parameters()]
-        width = module.weight.numel() if epsilon_of(module) is not None and shapes == [("weight", 1)] else 0
-    else:
-        named = dict(module.named_children())
-        parts = set(GATED_PROJECTIONS)
-        gated = parts <= set(named) <= parts | {"act_fn"} and callable(getattr(module, "act_fn", None))
-        width = getattr(named["gate_proj"], "in_features", 0) if gated else 0
-    if not width:
+    """Return whether a module has the parts that a fused form needs, and computes the same from random numbers."""
+    return _is_plain_norm(module) if form is _norm else _is_plain_block(module)
+
+
+def _is_plain_norm(module: Any) -> bool:
+    """Return whether a module is an RMS norm, by its output."""
+    if epsilon_of(module) is None or [(name, one.dim()) for name, one in module.named_parameters()] != [("weight", 1)]:
         return False
-    of = module if form is _norm else getattr(module.gate_proj, "base_layer", module.gate_proj)
-    weight = getattr(of, "weight", None)  # as forwards read it, not a float32 master
+    weight = module.weight  # as forwards read it, not a float32 master
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(8, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        stock, fused = module(x_ND).float(), _norm(module, x_ND).float()
+    return bool((stock - fused).abs().max() <= 0.02 * stock.abs().max())
+
+
+def _is_plain_block(module: Any) -> bool:
+    """Return whether a module is a SwiGLU block, by what it does with numbers in place of its projections' outputs.
+
+    No weight is read: those of another rank may still be empty, and ranks must agree.
+    """
+    named, parts = dict(module.named_children()), set(GATED_PROJECTIONS)
+    if not (parts <= set(named) <= parts | {"act_fn"} and callable(getattr(module, "act_fn", None))):
+        return False
+    gate, up, down = (named[name] for name in GATED_PROJECTIONS)
+    weight = getattr(getattr(gate, "base_layer", gate), "weight", None)
     if weight is None or not (weight.is_floating_point() or is_packed(weight)):  # quantised in another way
         return False
-    generator = torch.Generator().manual_seed(0)
-    x_ND = torch.randn(8, width, generator=generator).to(weight.device, dtype_of(weight))
-    with torch.no_grad():
-        if form is _gated_mlp:  # near zero all activations are alike
-            x_ND = x_ND * (2 / module.gate_proj(x_ND).float().std().clamp_min(1e-6)).to(x_ND.dtype)
-        stock, fused = module(x_ND).float(), form(module, x_ND).float()
-    return bool((stock - fused).abs().max() <= 0.02 * stock.abs().max())
+    gate_NF, up_NF = torch.linspace(-4, 4, 64).view(8, 8), torch.linspace(2, -3, 64).view(8, 8)
+    forwards = {gate: lambda *_: gate_NF, up: lambda *_: up_NF, down: lambda _, product: product}
+    with torch.no_grad(), replaced_forwards(forwards):
+        out = module(torch.ones(8, 8))
+    return out.shape == gate_NF.shape and torch.allclose(out, _silu_product(gate_NF, up_NF), atol=1e-4)
 
 
 def epsilon_of(module: nn.Module) -> float | None:
