@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from made_runs import upweight
+from upweight import log
 from upweight.cli.inputs import find_trained, load_with_notices, read_rows
 from upweight.config import ConfigError
 from upweight.errors import UserError
 from upweight.runs.checkpoints import mark_whole
 from upweight.runs.files import no_such_run
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_of(monkeypatch):
+    monkeypatch.setattr(log, "_warned", set())
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
